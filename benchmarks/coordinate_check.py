@@ -173,7 +173,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
     )
     for transform in transforms:
         scale_learning_rates(optimizer, model, transform.rate_factor)
-    loss = LanguageModelLoss(model, chunked=False)  # its logits are an activation of the head
+    loss = LanguageModelLoss(model, is_chunked=False)  # its logits are an activation of the head
     length = min(_LENGTH, max_positions(config) or _LENGTH)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (_SAMPLES, length + 1), generator=generator)

@@ -218,7 +218,7 @@ def _make_loss(setting: Setting, *, vocab_size: int, seed: int) -> LanguageModel
             vocab_size=vocab_size,
             seed=seed,
         )
-    return LanguageModelLoss(model, chunked=False)
+    return LanguageModelLoss(model, is_chunked=False)
 
 
 def train(

@@ -28,7 +28,7 @@ from llm.config.options import (
     join_unit_aliases,
     path_options,
 )
-from llm.config.other_trainers import unknown_option_message
+from llm.config.other_trainers import describe_unknown_option
 from llm.config.program import COMMAND
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
@@ -287,7 +287,7 @@ def _find_help_topic(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _fields_of_topic(topic: str, cls: type) -> Sequence[Field]:
+def _select_topic_fields(topic: str, cls: type) -> Sequence[Field]:
     """Return the options that `--help TOPIC` shows.
 
     Raises:
@@ -323,7 +323,7 @@ def _list_topics(cls: type) -> str:
 
 def _make_help_parser(cls: type, topic: str, *, prog: str) -> _Parser:
     """Return a parser that formats the help of a topic; `prog` is the command of the program."""
-    parser = _make_parser(_fields_of_topic(topic, cls))
+    parser = _make_parser(_select_topic_fields(topic, cls))
     parser.prog = prog
     if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
         parser.prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
@@ -484,7 +484,7 @@ def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, precedin
     unknown_flags = [word for word in unknown_words if re.match("-+[A-Za-z]", word)]
     unknown_names = dict.fromkeys(flag.lstrip("-").partition("=")[0] for flag in unknown_flags)
     return " ".join(
-        unknown_option_message(name, known_names, dashes="--") for name in unknown_names
+        describe_unknown_option(name, known_names, dashes="--") for name in unknown_names
     )
 
 

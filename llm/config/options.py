@@ -300,7 +300,7 @@ def _collect_fields(cls: type) -> tuple[Field, ...]:
     for base in cls.__mro__:
         for name in inspect.get_annotations(base):
             if name in field_by_name and class_by_name.setdefault(name, base) is not base:
-                raise ConfigError(_repeated_option_message(name, (base, class_by_name[name])))
+                raise ConfigError(_describe_repeated_option(name, (base, class_by_name[name])))
     option_fields = [
         _make_field(field_by_name[name], type_by_name[name], cls) for name in class_by_name
     ]
@@ -308,7 +308,7 @@ def _collect_fields(cls: type) -> tuple[Field, ...]:
     return tuple(sorted(option_fields, key=lambda field: field.option.extension))
 
 
-def _repeated_option_message(name: str, classes: Iterable[type]) -> str:
+def _describe_repeated_option(name: str, classes: Iterable[type]) -> str:
     """Return a sentence about an option that two classes declare, perhaps of installed packages."""
     labels, remedy = [], ""
     for cls in classes:
@@ -335,12 +335,13 @@ def _check_unique_names(option_fields: Iterable[Field]) -> None:
             first_field = field_by_name.setdefault(name, field)
             if first_field is not field:
                 raise ConfigError(
-                    f"The name {name} belongs to the options {_name_with_package(first_field)} and "
-                    f"{_name_with_package(field)}; give one of them another name or alias."
+                    f"The name {name} belongs to the options "
+                    f"{_format_name_with_package(first_field)} and "
+                    f"{_format_name_with_package(field)}; give one of them another name or alias."
                 )
 
 
-def _name_with_package(field: Field) -> str:
+def _format_name_with_package(field: Field) -> str:
     """Return the name of an option, and the installed package that declares it."""
     package = field.option.package
     return f"{field.name} of {package}" if package else field.name

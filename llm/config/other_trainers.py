@@ -276,7 +276,7 @@ _SUGGESTION_CUTOFF = 0.83
 learning_rate 0.96."""
 
 
-def unknown_option_message(name: str, known_names: list[str], *, dashes: str) -> str:
+def describe_unknown_option(name: str, known_names: list[str], *, dashes: str) -> str:
     """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
 
     It names the option that does the same here, or a similar name.

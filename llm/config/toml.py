@@ -19,7 +19,7 @@ from llm.config.options import (
     non_default,
     removed_options,
 )
-from llm.config.other_trainers import unknown_option_message
+from llm.config.other_trainers import describe_unknown_option
 from llm.errors import ConfigError, one_line
 
 _MAX_INTEGER_BITS = 63
@@ -81,7 +81,7 @@ def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str,
     for name, value in table.items():
         if name not in field_by_name:
             raise ConfigError(
-                f"{location}: {unknown_option_message(name, [*field_by_name], dashes='')}"
+                f"{location}: {describe_unknown_option(name, [*field_by_name], dashes='')}"
             )
         field = field_by_name[name]
         values[field.name] = _convert_value(field, value, location=f"{location}: {name}")

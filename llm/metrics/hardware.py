@@ -96,14 +96,14 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
             break
         # One block, so that the C library returns it to the system when it is freed.
         matrices = torch.ones(3, size, size, device=device, dtype=dtype)
-        flops = 2.0 * size**3 / _fastest_product_seconds(matrices)
+        flops = 2.0 * size**3 / _time_fastest_product(matrices)
         if flops <= best_flops:
             break
         best_flops = flops
     return best_flops
 
 
-def _fastest_product_seconds(matrices: torch.Tensor) -> float:
+def _time_fastest_product(matrices: torch.Tensor) -> float:
     """Return the shortest time of a product of two matrices, repeated for 0.1 s.
 
     Args:

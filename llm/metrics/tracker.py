@@ -205,7 +205,7 @@ class Tracker:
             "data_wait": self._data_wait / elapsed,
             "seconds": self._earlier_seconds + elapsed,
         }
-        mfu = self._model_flops_utilization(tokens_per_second * self._flops_per_token)
+        mfu = self._compute_mfu(tokens_per_second * self._flops_per_token)
         if mfu is not None:
             interval_metrics["mfu"] = mfu
         memory = memory_in_use(self._device)
@@ -216,7 +216,7 @@ class Tracker:
         self._interval_step, self._interval_tokens = step, tokens
         return interval_metrics
 
-    def _model_flops_utilization(self, flops: float) -> float | None:
+    def _compute_mfu(self, flops: float) -> float | None:
         """Return the fraction of the devices' peak; None if the peak is below the speed."""
         assert self._peak_flops is not None
         if flops <= self._peak_flops:

@@ -36,8 +36,8 @@ class WallTime:
 
     def __init__(self) -> None:
         age = _process_age()
-        self._began = time.time() - age
-        self._starts = 1
+        self._began_at = time.time() - age
+        self._num_starts = 1
         self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
         self._part: Part = "start"
         self._part_start = time.monotonic() - age
@@ -63,14 +63,16 @@ class WallTime:
         record = _read_record(path)
         if record is None:
             return
-        seconds_between_starts = max(0.0, self._began - record["written"])
+        seconds_between_starts = max(0.0, self._began_at - record["written"])
         if not record["is_finished"]:
             self._seconds["queue"] = seconds_between_starts
         for part, seconds in record["seconds"].items():
             self._seconds[part] += seconds
         # A run that is made longer has not waited for this start since it was finished.
-        self._began = record["began"] + (seconds_between_starts if record["is_finished"] else 0.0)
-        self._starts = record["starts"] + 1
+        self._began_at = record["began"] + (
+            seconds_between_starts if record["is_finished"] else 0.0
+        )
+        self._num_starts = record["starts"] + 1
         self._earlier_device_seconds = record["device_seconds"]
         self._inherited = record["inherited_seconds"], record["inherited_tokens"]
         self._earlier_joules = record.get("energy_joules")
@@ -111,7 +113,7 @@ class WallTime:
     def results(self) -> dict[str, float]:
         """Return where the wall time until now went, under the names in `all_results.json`."""
         self.switch(self._part)
-        wall_seconds = time.time() - self._began
+        wall_seconds = time.time() - self._began_at
         training_seconds = self._seconds["training"] - self._repeated_seconds
         losses = [("repeated", self._repeated_seconds), *self._seconds.items()]
         device_hours = self._device_seconds() / 3600
@@ -123,7 +125,7 @@ class WallTime:
         )
         return {
             "goodput": training_seconds / wall_seconds,
-            "starts": self._starts,
+            "starts": self._num_starts,
             "wall_seconds": wall_seconds,
             "training_seconds": training_seconds,
             **{f"lost_{part}_seconds": seconds for part, seconds in losses if part != "training"},
@@ -154,10 +156,10 @@ class WallTime:
         results = self.results()
         inherited_seconds, inherited_tokens = self._inherited or (0.0, 0)
         record = {
-            "began": self._began,
+            "began": self._began_at,
             "written": time.time(),
             "is_finished": is_finished,
-            "starts": self._starts,
+            "starts": self._num_starts,
             "device_seconds": self._device_seconds(),
             "inherited_seconds": inherited_seconds,
             "inherited_tokens": inherited_tokens,

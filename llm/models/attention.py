@@ -137,14 +137,14 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
             f"--attention_implementation {kernel}; choose sdpa or eager."
         )
     with evaluation_mode(model):
-        compute_logits = _DocumentLogits(model)
-        if attention and not _keeps_attention_apart(compute_logits):
+        document_logits = _DocumentLogits(model)
+        if attention and not _keeps_attention_apart(document_logits):
             raise ConfigError(
                 f"--reset_attention_mask cannot keep documents apart in {model_description}: a "
                 "document would see the text of the previous one; leave it out, or choose another "
                 "architecture."
             )
-        if positions and not _uses_positions(compute_logits, with_attention=attention):
+        if positions and not _uses_positions(document_logits, with_attention=attention):
             raise ConfigError(
                 f"--reset_position_ids has no effect on {model_description}, which ignores "
                 "position ids; leave it out."
@@ -192,33 +192,38 @@ class _DocumentLogits:
         return last_logits
 
 
-def _keeps_attention_apart(compute_logits: _DocumentLogits) -> bool:
-    """Return whether a document's logits do not depend on the previous document."""
+def _keeps_attention_apart(document_logits: _DocumentLogits) -> bool:
+    """Return whether a document's logits do not depend on the previous document.
+
+    It compares the logits of document C after document A with those after document B.
+    """
     masked_effect = max_difference(
-        compute_logits("AC", reset_attention=True), compute_logits("BC", reset_attention=True)
+        document_logits("AC", reset_attention=True), document_logits("BC", reset_attention=True)
     )
-    unmasked_effect = max_difference(compute_logits("AC"), compute_logits("BC"))
+    unmasked_effect = max_difference(document_logits("AC"), document_logits("BC"))
     return masked_effect <= _MAX_RELATIVE_ERROR * unmasked_effect
 
 
-def _uses_positions(compute_logits: _DocumentLogits, *, with_attention: bool) -> bool:
+def _uses_positions(document_logits: _DocumentLogits, *, with_attention: bool) -> bool:
     """Return whether the model uses the position ids.
 
-    If attention stays within each document as well (`with_attention`), a document must have the
-    same logits as in a window without other documents.
+    Args:
+        document_logits: Computes the logits of the last one of several documents.
+        with_attention: Whether attention stays within each document as well. Then document C must
+            have the same logits after document A as alone.
     """
     try:
         has_effect = not torch.equal(
-            compute_logits("AC", reset_positions=True), compute_logits("AC")
+            document_logits("AC", reset_positions=True), document_logits("AC")
         )
     except TypeError:  # forward does not take position_ids
         return False
     if not has_effect or not with_attention:
         return has_effect
-    single_logits = compute_logits("C")
-    reset_logits = compute_logits("AC", reset_positions=True, reset_attention=True)
+    single_logits = document_logits("C")
+    reset_logits = document_logits("AC", reset_positions=True, reset_attention=True)
     reset_error = max_difference(reset_logits, single_logits)
-    return reset_error <= _MAX_RELATIVE_ERROR * max_difference(compute_logits("AC"), single_logits)
+    return reset_error <= _MAX_RELATIVE_ERROR * max_difference(document_logits("AC"), single_logits)
 
 
 def max_difference(first: Tensor, second: Tensor) -> float:
@@ -238,11 +243,11 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
         return
-    for kind, description in _MASK_DESCRIPTIONS.items():
-        if kind == "blocks" and not flex:
+    for mask_kind, description in _MASK_DESCRIPTIONS.items():
+        if mask_kind == "blocks" and not flex:
             continue
-        kernel = f"document_attention_{kind}"
-        AttentionMaskInterface.register(kernel, functools.partial(_make_mask, kind))
+        kernel = f"document_attention_{mask_kind}"
+        AttentionMaskInterface.register(kernel, functools.partial(_make_mask, mask_kind))
         AttentionInterface.register(kernel, _compute_attention)
         model.set_attn_implementation(kernel)
         try:
@@ -266,7 +271,7 @@ def _run_training_passes(model: PreTrainedModel) -> None:
 
 
 def _make_mask(
-    kind: _MaskKind,
+    mask_kind: _MaskKind,
     *,
     batch_size: int,
     q_length: int,
@@ -281,7 +286,7 @@ def _make_mask(
     It takes the arguments of transformers' `sdpa_mask`. Without documents, it returns what
     `sdpa_mask` returns: None for the causal kernel.
     """
-    if documents_of_forward() is not None and kind == "blocks":
+    if documents_of_forward() is not None and mask_kind == "blocks":
         block_mask: BlockMask = _compile_unless_compiling(create_block_mask)(
             mask_function, B=batch_size, H=None, Q_LEN=q_length, KV_LEN=kv_length, device=device
         )

@@ -223,7 +223,7 @@ def _describe_read_error(error: Exception, *, is_local: bool) -> str:
 def _check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes that would fail later in the library, when the model is built or runs."""
     text_config = config.get_text_config()
-    size_by_name = _integer_fields(text_config, _SIZE_NAMES)
+    size_by_name = _select_integer_fields(text_config, _SIZE_NAMES)
     remedy = "change config.json or --config_overrides."
     for name, size in size_by_name.items():
         if size < 1:
@@ -245,9 +245,9 @@ def _check_sizes(config: PreTrainedConfig) -> None:
             f"num_key_value_heads={num_key_value_heads}, and the first must be a multiple of the "
             f"second: {remedy}"
         )
-    num_experts_by_name = _integer_fields(text_config, _NUM_EXPERTS_NAMES)
+    num_experts_by_name = _select_integer_fields(text_config, _NUM_EXPERTS_NAMES)
     num_experts = max(num_experts_by_name.values(), default=0)  # 0 in dense variants
-    for name, num_chosen in _integer_fields(text_config, EXPERTS_PER_TOKEN_NAMES).items():
+    for name, num_chosen in _select_integer_fields(text_config, EXPERTS_PER_TOKEN_NAMES).items():
         if num_experts > 0 and not 1 <= num_chosen <= num_experts:
             raise ConfigError(
                 f"The {config.model_type} model cannot have {name}={num_chosen}, which must be at "
@@ -255,7 +255,7 @@ def _check_sizes(config: PreTrainedConfig) -> None:
             )
 
 
-def _integer_fields(text_config: PreTrainedConfig, names: Iterable[str]) -> dict[str, int]:
+def _select_integer_fields(text_config: PreTrainedConfig, names: Iterable[str]) -> dict[str, int]:
     """Return the fields that are integers, by their common name; an architecture may rename one."""
     # Not from attributes, which raise if layers may differ.
     value_by_field = text_config.to_dict()

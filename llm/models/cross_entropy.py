@@ -91,7 +91,7 @@ def chunked_cross_entropy(
     float8_weight = Float8Weight(product_weight) if is_float8 else None
     has_kernel = softmax is not None and shard is None
     if softmax is None or not has_kernel:
-        softmax = partial(_softmax_losses, shard)
+        softmax = partial(_compute_softmax_losses, shard)
     # Inside the function, gradients are disabled.
     grad_enabled = torch.is_grad_enabled()
     sums: tuple[Tensor, Tensor | None] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -237,7 +237,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for chunk_start in range(0, len(labels), chunk_rows):
                 token_slice = slice(chunk_start, chunk_start + chunk_rows)
                 chunk_hidden = hidden[token_slice].to(dtype)
-                logits = _chunk_logits(chunk_hidden, head_weight, product_bias, logits_buffer)
+                logits = _compute_chunk_logits(
+                    chunk_hidden, head_weight, product_bias, logits_buffer
+                )
                 token_losses[token_slice], chunk_squares, grad_logits = softmax(
                     logits, labels[token_slice], num_vocab_columns, any(needs_grad), z_loss
                 )
@@ -308,7 +310,7 @@ def _pad_rows(tensor: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _chunk_logits(
+def _compute_chunk_logits(
     chunk_hidden: Tensor,
     product_weight: Tensor | Float8Weight,
     bias: Tensor | None,
@@ -325,7 +327,7 @@ def _chunk_logits(
     return logits
 
 
-def _softmax_losses(
+def _compute_softmax_losses(
     shard: _HeadShard | None,
     logits: Tensor,
     labels: Tensor,

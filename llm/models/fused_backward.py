@@ -62,7 +62,7 @@ def fuse_norms(model: nn.Module) -> list[nn.Module]:
         if norm_class is nn.LayerNorm and len(module.normalized_shape) == 1:
             module.__class__ = FusedLayerNorm
         elif norm_class.__name__ in RMS_NORMS and _is_from_transformers(norm_class):
-            module.__class__ = _with_fused_backward(norm_class)
+            module.__class__ = _make_fused_class(norm_class)
         else:
             continue
         norms.append(module)
@@ -95,7 +95,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 @functools.cache  # one class for all layers, which share a graph
-def _with_fused_backward(norm_class: Any) -> type[nn.Module]:
+def _make_fused_class(norm_class: Any) -> type[nn.Module]:
     """Return a subclass of an RMSNorm with `norm_backward` as backward pass where compiled."""
     plain_forward: Callable[..., Tensor] = norm_class.forward
 
@@ -219,11 +219,11 @@ def _fuse_into_norm_backward(norm_backward: Node) -> None:
     """
     arguments: tuple[Any, ...] = norm_backward.args
     ((gradient,), inputs, means, inverse_deviations, gains, _, _) = arguments
-    gradients = list(_half_precision_terms(gradient))
+    gradients = list(_find_half_precision_terms(gradient))
     if None in gradients or len(gradients) > backward_kernels.MAX_GRADIENTS:
         gradients = [gradient]
     input_gradient = _get_item(norm_backward, 0)
-    residual = _added_residual(input_gradient)
+    residual = _find_added_residual(input_gradient)
     if residual is not None:
         # The operation returns the sum now, so the addition after it goes.
         (addition,) = input_gradient.users
@@ -243,13 +243,13 @@ def _fuse_into_norm_backward(norm_backward: Node) -> None:
             half_cast.replace_all_uses_with(_get_item(norm_backward, 1))
 
 
-def _half_precision_terms(value: Node) -> Iterator[Node | None]:
+def _find_half_precision_terms(value: Node) -> Iterator[Node | None]:
     """Yield the terms of a sum of casts from half precision to fp32, and None for other terms."""
     value = _without_reshapes(value)
     is_addition = value.target is _aten.add.Tensor and not value.kwargs
     if is_addition and all(_has_shape_of(term, value) for term in value.args):
         for term in value.args:
-            yield from _half_precision_terms(term)  # type: ignore[arg-type]
+            yield from _find_half_precision_terms(term)  # type: ignore[arg-type]
         return
     is_cast = value.target is _cast and value.args[1] == torch.float32
     source = value.args[0] if is_cast else None
@@ -257,7 +257,7 @@ def _half_precision_terms(value: Node) -> Iterator[Node | None]:
     yield _without_reshapes(source) if is_half else None  # type: ignore[arg-type]
 
 
-def _added_residual(input_gradient: Node) -> Node | None:
+def _find_added_residual(input_gradient: Node) -> Node | None:
     """Return the fp32 tensor of equal shape that is added to a gradient, its only use."""
     if len(input_gradient.users) != 1:
         return None
@@ -290,7 +290,7 @@ def _sum_where_written(total: Node) -> None:
     written = _without_reshapes(matrix)
     if _shape(written)[-1] != _shape(matrix)[-1]:
         return
-    parts = _joinable_parts(written)
+    parts = _find_joinable_parts(written)
     if parts:
         written = _replace_by_join(written, parts)
     if written.target is not operator.getitem:
@@ -304,7 +304,7 @@ def _sum_where_written(total: Node) -> None:
         _replace_sum(total, _call_after(sums, _aten.select.int, 0, _shape(sums)[0] - 1))
 
 
-def _joinable_parts(node: Node) -> list[Node]:
+def _find_joinable_parts(node: Node) -> list[Node]:
     """Return the operands of a concatenation or a cast that `join_columns` can compute instead.
 
     These are the results of other operations, and the block's gradient. The operands of others,

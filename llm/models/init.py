@@ -248,15 +248,17 @@ class _DummyValues:
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
             return self._view_row_as(row, tensor)
         if tensor.ndim < 2:
-            values = self._view_row_as(1 + 0.1 * self._random_row(tensor.numel()), tensor)
+            values = self._view_row_as(1 + 0.1 * self._draw_row(tensor.numel()), tensor)
         elif tensor.ndim == 2:
-            row = self._random_row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
+            row = self._draw_row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
             values = self._view_row_as(row, tensor)
         else:
-            values = self._shared_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
+            values = (
+                self._get_shared_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
+            )
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
-    def _random_row(self, length: int) -> Tensor:
+    def _draw_row(self, length: int) -> Tensor:
         return torch.randn(length, generator=self._generator)
 
     def _view_row_as(self, row: Tensor, tensor: Tensor) -> Tensor:
@@ -264,9 +266,9 @@ class _DummyValues:
         row = row.to(self._device, tensor.dtype)
         return row.as_strided(tensor.shape, (1,) * tensor.ndim)
 
-    def _shared_matrix(self, shape: torch.Size) -> Tensor:
+    def _get_shared_matrix(self, shape: torch.Size) -> Tensor:
         if shape not in self._matrices:
-            row = self._random_row(sum(shape)) / max(shape) ** 0.5
+            row = self._draw_row(sum(shape)) / max(shape) ** 0.5
             matrix = row.as_strided(shape, (1, 1)).contiguous()
             self._matrices[shape] = matrix.to(self._device)
         return self._matrices[shape]

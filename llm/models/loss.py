@@ -34,11 +34,11 @@ class LanguageModelLoss(nn.Module):
 
     Args:
         model: A Hugging Face causal language model; not changed.
-        chunked: Whether to compute the loss in chunks. The logits must then be exactly `head(hidden
-            states)`. By default `has_plain_head` decides.
+        is_chunked: Whether to compute the loss in chunks. The logits must then be exactly
+            `head(hidden states)`. By default `has_plain_head` decides.
         chunks: The size of a chunk on an accelerator; by default for one of unknown memory.
         chunk_bytes: Memory for the fp32 logits of one chunk on a CPU.
-        aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
+        is_aligned: Whether matrix products have fast sizes for an accelerator: multiples of 128, in
             chunks of equal length. By default on all devices but a CPU.
         softmax: Computes the losses of a chunk and their gradient from its logits; by default by
             torch's operations.
@@ -47,7 +47,7 @@ class LanguageModelLoss(nn.Module):
         is_float8: Whether the head multiplies in float8 in training mode.
 
     Attributes:
-        chunked: Whether the loss is computed in chunks.
+        is_chunked: Whether the loss is computed in chunks.
         names: Names of the sums for the log: `loss`, and further ones. The log divides the sum NAME
             by the sum `#NAME`, or by the number of tokens if there is none.
     """
@@ -56,10 +56,10 @@ class LanguageModelLoss(nn.Module):
         self,
         model: PreTrainedModel,
         *,
-        chunked: bool | None = None,
+        is_chunked: bool | None = None,
         chunks: LossChunks | None = None,
         chunk_bytes: int | None = None,
-        aligned: bool | None = None,
+        is_aligned: bool | None = None,
         softmax: Softmax | None = None,
         sources: Sequence[str] = (),
         z_loss: float = 0.0,
@@ -70,21 +70,21 @@ class LanguageModelLoss(nn.Module):
         self.model = model
         # Further rows of the output head are padding, excluded from the softmax.
         self.vocab_size: int = text_config.vocab_size
-        if chunked is None:
-            chunked = has_plain_head(model)
-        self.chunked = chunked
-        self.head_loss = HeadLoss(model.get_output_embeddings()) if chunked else None
+        if is_chunked is None:
+            is_chunked = has_plain_head(model)
+        self.is_chunked = is_chunked
+        self.head_loss = HeadLoss(model.get_output_embeddings()) if is_chunked else None
         self._chunks = chunks or default_chunks(None, None)
         self._chunk_bytes = chunk_bytes
-        self._aligned = aligned
+        self._is_aligned = is_aligned
         self._softmax = softmax
         self._num_sources = len(sources)
         self._z_loss = z_loss
         self._is_float8 = is_float8
-        z_names = ("z_loss",) if z_loss else ()
-        name_pairs = [(f"loss/{source}", f"#loss/{source}") for source in sources]
-        source_names = (name for pair in name_pairs for name in pair)
-        self.names: tuple[str, ...] = ("loss", *z_names, *source_names)
+        names = ["loss", "z_loss"] if z_loss else ["loss"]
+        for source in sources:
+            names += [f"loss/{source}", f"#loss/{source}"]
+        self.names: tuple[str, ...] = tuple(names)
 
     def forward(
         self,
@@ -112,17 +112,17 @@ class LanguageModelLoss(nn.Module):
         needs_token_losses = sources is not None
         # Two paths: a term of the logits also belongs in `_ChunkedCrossEntropy` and the kernel.
         if self.head_loss is not None:
-            loss_sum, z_sum, token_losses = self._chunked_loss(
+            loss_sum, z_sum, token_losses = self._compute_chunked_loss(
                 self.head_loss, input_ids, labels, positions, documents, needs_token_losses
             )
         else:
-            loss_sum, z_sum, token_losses = self._full_logits_loss(
+            loss_sum, z_sum, token_losses = self._compute_full_loss(
                 input_ids, labels, positions, documents, needs_token_losses
             )
         objective = loss_sum if z_sum is None else loss_sum + z_sum
-        return objective, self._metric_sums(loss_sum, z_sum, token_losses, labels, sources)
+        return objective, self._collect_metric_sums(loss_sum, z_sum, token_losses, labels, sources)
 
-    def _full_logits_loss(
+    def _compute_full_loss(
         self,
         input_ids: Tensor,
         labels: Tensor,
@@ -151,7 +151,7 @@ class LanguageModelLoss(nn.Module):
         return losses, z_sum, None
 
     @torch.no_grad()
-    def _metric_sums(
+    def _collect_metric_sums(
         self,
         loss_sum: Tensor,
         z_sum: Tensor | None,
@@ -200,7 +200,7 @@ class LanguageModelLoss(nn.Module):
         """
         if self.head_loss is not None:
             hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
-            chunk_rows = self._chunk_rows(hidden, self.head_loss.num_columns)
+            chunk_rows = self._choose_chunk_rows(hidden, self.head_loss.num_columns)
             predicted_ids, losses = self.head_loss.predictions(
                 hidden, labels.flatten(), vocab_size=self.vocab_size, chunk_rows=chunk_rows
             )
@@ -209,7 +209,7 @@ class LanguageModelLoss(nn.Module):
             predicted_ids, losses = _predict_tokens(logits[:, : self.vocab_size], labels.flatten())
         return predicted_ids.view_as(labels), -losses.view_as(labels)
 
-    def _chunked_loss(
+    def _compute_chunked_loss(
         self,
         head_loss: "HeadLoss",
         input_ids: Tensor,
@@ -218,7 +218,7 @@ class LanguageModelLoss(nn.Module):
         documents: Tensor | None,
         needs_token_losses: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute the loss without full logits; same results as `_full_logits_loss`."""
+        """Compute the loss without full logits; same results as `_compute_full_loss`."""
         embedding = self.model.get_input_embeddings()
         tied_embedding = embedding if isinstance(embedding, TiedEmbedding) else None
         if tied_embedding is not None:
@@ -226,7 +226,7 @@ class LanguageModelLoss(nn.Module):
         hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
         if tied_embedding is not None and tied_embedding.lookups != 1:
             tied_embedding = None  # exactly one lookup must complete the head's gradient
-        chunk_rows = self._chunk_rows(hidden, head_loss.num_columns)
+        chunk_rows = self._choose_chunk_rows(hidden, head_loss.num_columns)
         token_losses = None
         if needs_token_losses:
             token_losses = labels.new_empty(labels.numel(), dtype=torch.float32)
@@ -235,7 +235,7 @@ class LanguageModelLoss(nn.Module):
             labels.flatten(),
             vocab_size=self.vocab_size,
             chunk_rows=chunk_rows,
-            column_multiple=TILE if self._is_aligned(hidden.device) else 1,
+            column_multiple=TILE if self._has_aligned_products(hidden.device) else 1,
             tied_embedding=tied_embedding,
             softmax=self._softmax,
             token_losses=token_losses,
@@ -244,13 +244,13 @@ class LanguageModelLoss(nn.Module):
         )
         return loss_sum, z_sum, token_losses
 
-    def _is_aligned(self, device: torch.device) -> bool:
+    def _has_aligned_products(self, device: torch.device) -> bool:
         """Return whether matrix products have fast sizes for an accelerator."""
-        return device.type != "cpu" if self._aligned is None else self._aligned
+        return device.type != "cpu" if self._is_aligned is None else self._is_aligned
 
-    def _chunk_rows(self, hidden: Tensor, num_columns: int) -> int:
+    def _choose_chunk_rows(self, hidden: Tensor, num_columns: int) -> int:
         """Return the tokens per chunk, for hidden states [tokens, width]."""
-        if self._is_aligned(hidden.device):
+        if self._has_aligned_products(hidden.device):
             num_tokens, width = hidden.shape
             is_in_place = self._softmax is not None  # the kernel's gradient replaces the logits
             return self._chunks.rows(num_tokens, num_columns, width, is_in_place=is_in_place)
@@ -298,7 +298,9 @@ class HeadLoss(nn.Module):
             labels,
             chunk_rows=chunk_rows,
             column_multiple=column_multiple,
-            logits_buffer=None if is_padded else self._logits_buffer(hidden, chunk_rows, weight),
+            logits_buffer=None
+            if is_padded
+            else self._get_logits_buffer(hidden, chunk_rows, weight),
             **options,
         )
 
@@ -321,7 +323,7 @@ class HeadLoss(nn.Module):
         predicted_ids, losses = (torch.cat(results) for results in zip(*chunk_results, strict=True))
         return predicted_ids, losses
 
-    def _logits_buffer(self, hidden: Tensor, chunk_rows: int, weight: Tensor) -> Tensor | None:
+    def _get_logits_buffer(self, hidden: Tensor, chunk_rows: int, weight: Tensor) -> Tensor | None:
         """Return memory for the logits of a chunk, [rows, columns]; only on a CPU.
 
         All steps use the same memory: malloc would return a block of this size to the operating

@@ -94,7 +94,7 @@ def equal_chunk_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int
         chunk_bytes: Memory for the fp32 logits of one chunk; exceeded if 128 tokens need more.
     """
     num_tiles = max(1, -(-num_tokens // TILE))
-    num_chunks = -(-num_tiles // _max_tiles(num_columns, chunk_bytes))
+    num_chunks = -(-num_tiles // _count_max_tiles(num_columns, chunk_bytes))
     return TILE * -(-num_tiles // num_chunks)
 
 
@@ -117,9 +117,9 @@ def fastest_chunk_rows(
         num_multiprocessors: Multiprocessors of the device.
     """
     num_tiles = max(1, -(-num_tokens // TILE))
-    max_tiles = _max_tiles(num_columns, int(chunk_bytes * (1 + _EXCESS)))
+    max_tiles = _count_max_tiles(num_columns, int(chunk_bytes * (1 + _EXCESS)))
     cost_by_chunk_tiles = {
-        chunk_tiles: _loss_cost(
+        chunk_tiles: _estimate_loss_cost(
             num_tiles, chunk_tiles, width=width, num_multiprocessors=num_multiprocessors
         )
         for chunk_tiles in range(1, min(max_tiles, num_tiles) + 1)
@@ -127,7 +127,9 @@ def fastest_chunk_rows(
     return TILE * min(cost_by_chunk_tiles, key=cost_by_chunk_tiles.__getitem__)
 
 
-def _loss_cost(num_tiles: int, chunk_tiles: int, *, width: int, num_multiprocessors: int) -> float:
+def _estimate_loss_cost(
+    num_tiles: int, chunk_tiles: int, *, width: int, num_multiprocessors: int
+) -> float:
     """Return the cost of a micro-batch's loss, in waves of the multiprocessors.
 
     Args:
@@ -145,7 +147,7 @@ def _loss_cost(num_tiles: int, chunk_tiles: int, *, width: int, num_multiprocess
     return num_waves + num_chunks * width / _CHUNK_COST_WIDTH
 
 
-def _max_tiles(num_columns: int, chunk_bytes: int) -> int:
+def _count_max_tiles(num_columns: int, chunk_bytes: int) -> int:
     """Return how many times 128 tokens have logits that fit into a chunk, at least 1."""
     num_columns = -(-num_columns // TILE) * TILE
     return max(1, chunk_bytes // (4 * num_columns * TILE))

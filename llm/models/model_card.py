@@ -77,7 +77,7 @@ def write_model_card(folder: Path, card: Card) -> None:
     )
     write_whole(
         folder / "README.md",
-        f"---\n{_card_metadata(card)}---\n\n# {_format_cell(card.name)}\n\n"
+        f"---\n{_format_metadata(card)}---\n\n# {_format_cell(card.name)}\n\n"
         "A causal language model, pretrained with llm-trainers. Load it with\n"
         "`transformers.AutoModelForCausalLM.from_pretrained` and\n"
         "`transformers.AutoTokenizer.from_pretrained`.\n"
@@ -86,11 +86,11 @@ def write_model_card(folder: Path, card: Card) -> None:
     )
 
 
-def _card_metadata(card: Card) -> str:
+def _format_metadata(card: Card) -> str:
     """Return the card's metadata as YAML."""
     from huggingface_hub import ModelCardData  # slow to import
 
-    results = _eval_results(card)
+    results = _collect_eval_results(card)
     dataset_name = _hub_name(card.dataset)
     metadata = ModelCardData(
         language=list(card.languages) or None,
@@ -107,22 +107,22 @@ def _card_metadata(card: Card) -> str:
     return metadata_yaml.rstrip("\n") + "\n"
 
 
-def _eval_results(card: Card) -> "list[EvalResult]":
+def _collect_eval_results(card: Card) -> "list[EvalResult]":
     """Return the finite results in the format of the Hub's model index."""
-    eval_results = _dataset_results(
+    eval_results = _make_dataset_results(
         card.results,
         dataset_type=_hub_name(card.dataset) or "text",
         dataset_name=card.validation,
         split="validation",
     )
     for task, value_by_metric in card.task_results.items():
-        eval_results += _dataset_results(
+        eval_results += _make_dataset_results(
             value_by_metric, dataset_type=task, dataset_name=task, split=None
         )
     return eval_results
 
 
-def _dataset_results(
+def _make_dataset_results(
     value_by_metric: Mapping[str, float],
     *,
     dataset_type: str,

@@ -136,7 +136,7 @@ def shape_changes(options: ModelOptions, fields: Mapping[str, Any]) -> dict[str,
             f"The {model_type} model has {num_heads} attention heads and num_key_value_heads="
             f"{num_key_value_heads}, which must divide them: change config.json."
         )
-    return _resized_fields(fields, _choose_shape(options, fields))
+    return _resize_fields(fields, _choose_shape(options, fields))
 
 
 def _shape_names(model_type: str) -> tuple[str, str, str]:
@@ -146,7 +146,7 @@ def _shape_names(model_type: str) -> tuple[str, str, str]:
     return "num_hidden_layers", "hidden_size", "num_attention_heads"
 
 
-def _resized_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[str, Any]:
+def _resize_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[str, Any]:
     """Return the fields that change if a model has other layers, another width and other heads."""
     field_names = _shape_names(fields["model_type"])
     old_layers, old_width, old_heads = (int(fields[name]) for name in field_names)
@@ -278,7 +278,7 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     if not 0 < num_parameters < _MAX_PARAMETERS:
         raise ConfigError(f"{size} is not a number of parameters such as 60M or 1.3B.")
     error_by_shape, misfit_by_shape = {}, {}
-    for shape in _candidate_shapes(fields, size):
+    for shape in _propose_shapes(fields, size):
         num_layers, width, _ = shape
         error = abs(_count_resized(fields, shape) / num_parameters - 1)
         error_by_shape[shape] = error
@@ -297,7 +297,7 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     return min(fitting_shapes, key=misfit_by_shape.__getitem__)
 
 
-def _candidate_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
+def _propose_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
     """Yield the size's shape in the table, and for each width the nearest number of layers."""
     heads_per_group = 1
     if fields.get("num_key_value_heads") is not None:
@@ -317,4 +317,4 @@ def _candidate_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[in
 
 def _count_resized(fields: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Return the parameters of a model with another shape."""
-    return count_parameters({**fields, **_resized_fields(fields, shape)}).total
+    return count_parameters({**fields, **_resize_fields(fields, shape)}).total

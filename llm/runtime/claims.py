@@ -54,7 +54,7 @@ class Claim:
             return False
         try:
             with self._claim_path(generation + 1).open("x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} {_pid_namespace()}")
+                file.write(f"{os.getpid()} {_read_pid_namespace()}")
         except (FileExistsError, FileNotFoundError):  # another was faster, or removed the folder
             return False
         self._generation = generation + 1
@@ -140,7 +140,7 @@ def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
     return ages
 
 
-def _pid_namespace() -> str:
+def _read_pid_namespace() -> str:
     """Return the boot and the namespace of this process's id; empty if they are unknown.
 
     The ids of two processes can be compared if both strings are equal: a container has a separate
@@ -157,7 +157,7 @@ def _has_dead_owner(claim_path: Path) -> bool:
     """Return whether a claim names a process of this machine that has ended."""
     try:
         process_id, _, namespace = claim_path.read_text(encoding="utf-8").partition(" ")
-        if not namespace or namespace != _pid_namespace():
+        if not namespace or namespace != _read_pid_namespace():
             return False
         os.kill(int(process_id), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:

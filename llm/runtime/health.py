@@ -189,7 +189,7 @@ class Health:
         """Receive heartbeats until this rank leaves or one is lost; then notify the others."""
         failure = None
         while failure is None and not self._is_stopped.wait(_HEARTBEAT_SECONDS):
-            failure = self._receive_heartbeats() or self._hung_rank_failure()
+            failure = self._receive_heartbeats() or self._find_hung_rank()
             self._send_to_ranks({"alive": True})
         if failure is not None:
             self._send_to_ranks({"failure": failure})
@@ -271,7 +271,7 @@ class Health:
                     self._end_process(farewell["failure"])
                 return
 
-            hang = self._rank0_hang_failure(time.monotonic() - received_at)
+            hang = self._find_hang_of_rank0(time.monotonic() - received_at)
             if hang is not None:
                 self._end_process(hang, reporter=1)
                 return
@@ -284,7 +284,7 @@ class Health:
         """Send the progress of this rank to rank 0."""
         channel.send(json.dumps(self._make_heartbeat()).encode())
 
-    def _rank0_hang_failure(self, seconds_silent: float) -> str | None:
+    def _find_hang_of_rank0(self, seconds_silent: float) -> str | None:
         """Return the failure of rank 0 if it has been silent for longer than its limit."""
         limit = self._limits[self._phase]
         if seconds_silent <= max(limit, _SILENCE_SECONDS):
@@ -294,7 +294,7 @@ class Health:
             f"{self._phase} after step {self._step} (limit {limit:g} s)"
         )
 
-    def _hung_rank_failure(self) -> str | None:
+    def _find_hung_rank(self) -> str | None:
         """Return the failure of a rank that makes no progress within its limit, or None."""
         checked_at = time.monotonic()
         peers = [*self._peers.values(), _Peer(self._make_heartbeat(), checked_at)]

@@ -53,7 +53,7 @@ def world_from_environment() -> World:
     Raises:
         ParallelError: A variable is missing, is not a number, or does not fit the others.
     """
-    environ = {**rank_variables(os.environ), **os.environ}
+    environ = {**read_rank_variables(os.environ), **os.environ}
     rank = _read_integer(environ, "RANK", "0")
     world_size = _read_integer(environ, "WORLD_SIZE", "1")
     _check_rank(environ, rank, world_size)
@@ -118,7 +118,7 @@ def is_cpu_chosen() -> bool:
 
 def is_launched() -> bool:
     """Return whether torchrun, `accelerate launch`, srun or mpiexec started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or bool(rank_variables(os.environ))
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(read_rank_variables(os.environ))
 
 
 def device_of(world: World) -> "torch.device":
@@ -145,11 +145,11 @@ def adopt_launcher() -> None:
         ParallelError: The host of rank 0 is unknown, or a variable is not a number.
     """
     world = world_from_environment()
-    variables = rank_variables(os.environ)
+    variables = read_rank_variables(os.environ)
     if not variables:
         _check_rank0_address(world)
         return
-    hosts = job_hosts(os.environ)
+    hosts = read_job_hosts(os.environ)
     rank0_address = os.environ.get("MASTER_ADDR") or (hosts[0] if hosts else None)
     if rank0_address is None:
         if all(os.environ.get(name) != variables["WORLD_SIZE"] for name in _LOCAL_SIZE_VARIABLES):
@@ -177,12 +177,12 @@ def _check_rank0_address(world: World) -> None:
     _read_integer(os.environ, "MASTER_PORT", "")
 
 
-def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def read_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and LOCAL_RANK of one of several tasks of srun or mpiexec.
 
     Empty for a process that was started alone, by torchrun, or by `accelerate launch`.
     """
-    variables = _mpi_variables(environ) or _slurm_variables(environ)
+    variables = _read_mpi_variables(environ) or _read_slurm_variables(environ)
     # If srun or mpiexec started torchrun, torchrun's ranks and world size differ from theirs. If a
     # script exports RANK=$SLURM_PROCID, they are equal.
     for name in ("RANK", "WORLD_SIZE"):
@@ -192,7 +192,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def _mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables of one of several tasks of mpiexec; empty for other processes."""
     for mpi_names in _MPI_VARIABLES:
         _, size_name, _ = mpi_names
@@ -202,7 +202,7 @@ def _mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables of one of several tasks of srun; empty for other processes.
 
     A batch script runs as a single process, although it has a SLURM_PROCID.
@@ -230,16 +230,16 @@ def _is_on_step_node(environ: Mapping[str, str]) -> bool:
 
 def task_launcher(environ: Mapping[str, str]) -> str | None:
     """Return "srun" or "mpiexec" if it started this process as one of several tasks, else None."""
-    variables = rank_variables(environ)
+    variables = read_rank_variables(environ)
     if not variables:
         return None
     # Cray's PMI sets the variables of its mpiexec under srun as well.
-    return "srun" if _slurm_variables(environ) == variables else "mpiexec"
+    return "srun" if _read_slurm_variables(environ) == variables else "mpiexec"
 
 
-def job_hosts(environ: Mapping[str, str]) -> list[str]:
+def read_job_hosts(environ: Mapping[str, str]) -> list[str]:
     """Return the hosts that the scheduler gave this job; empty without a scheduler."""
-    nodelist = environ.get("SLURM_STEP_NODELIST") if _slurm_variables(environ) else None
+    nodelist = environ.get("SLURM_STEP_NODELIST") if _read_slurm_variables(environ) else None
     nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
     if nodelist:
         return expand_nodelist(nodelist)
@@ -255,7 +255,7 @@ def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
     for name in ("LOCAL_WORLD_SIZE", *_LOCAL_SIZE_VARIABLES):
         if name in environ:
             return _read_integer(environ, name, "1")
-    hosts = job_hosts(environ) if rank_variables(environ) else []
+    hosts = read_job_hosts(environ) if read_rank_variables(environ) else []
     return max(1, world_size // max(1, len(hosts)))
 
 
@@ -264,7 +264,7 @@ def is_on_one_host(environ: Mapping[str, str], world_size: int) -> bool:
     for name in ("LOCAL_WORLD_SIZE", *_LOCAL_SIZE_VARIABLES):
         if name in environ:
             return _read_integer(environ, name, "1") == world_size
-    return bool(rank_variables(environ)) and len(job_hosts(environ)) == 1
+    return bool(read_rank_variables(environ)) and len(read_job_hosts(environ)) == 1
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
@@ -296,5 +296,5 @@ def _choose_rank0_port(environ: Mapping[str, str]) -> int:
     digits = re.sub(r"\D", "", job_id)
     if not digits:
         return _DEFAULT_PORT
-    step_id = environ.get("SLURM_STEP_ID", "0") if _slurm_variables(environ) else "0"
+    step_id = environ.get("SLURM_STEP_ID", "0") if _read_slurm_variables(environ) else "0"
     return _FIRST_PORT + (int(digits) + 1009 * (int(step_id) + 1)) % _NUM_PORTS

@@ -25,7 +25,7 @@ _EXTENDING_CHARACTERS = r"\p{M}\x{200c}\x{200d}\x{1f3fb}-\x{1f3ff}"
 """Characters that `Precompiled` would read together with the one in front."""
 
 
-def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
+def make_charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     """Return normalizers that change a text as SentencePiece's rules do.
 
     Args:
@@ -38,7 +38,7 @@ def charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     joining_characters = {*firsts_by_second, *_find_composing_characters(rules, firsts_by_second)}
     joining_ranges = _format_class_ranges(joining_characters)
     joining_class = f"[{joining_ranges}\\p{{M}}]"
-    joined_pairs = _joined_pairs_pattern(firsts_by_second)
+    joined_pairs = _make_joined_pairs_pattern(firsts_by_second)
     not_joined = f"(?!{joined_pairs})" if joined_pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
     after_any_character = r"(?<=[\s\S])"
@@ -64,7 +64,7 @@ def _find_neighbors(rules: Iterable[str]) -> Mapping[str, set[str]]:
     return firsts_by_second
 
 
-def _joined_pairs_pattern(firsts_by_second: Mapping[str, set[str]]) -> str:
+def _make_joined_pairs_pattern(firsts_by_second: Mapping[str, set[str]]) -> str:
     """Return a pattern of the places between two neighbors of a rule; empty without rules."""
     seconds_by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
     for second, firsts in firsts_by_second.items():

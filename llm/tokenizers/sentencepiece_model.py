@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.config.program import program
 from llm.errors import ConfigError
-from llm.tokenizers.charsmap import charsmap_normalizers
+from llm.tokenizers.charsmap import make_charsmap_normalizers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -235,7 +235,7 @@ def _make_pre_tokenizer(proto: Any) -> Any:
     from tokenizers import Regex, pre_tokenizers
 
     steps: list[Any] = []
-    if proto.trainer_spec.model_type != _BPE and (pattern := _unknown_letters_pattern(proto)):
+    if proto.trainer_spec.model_type != _BPE and (pattern := _make_unknown_letters_pattern(proto)):
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     if proto.normalizer_spec.escape_whitespaces:
         # If no piece crosses a space, words are encoded separately, and the library caches them.
@@ -278,7 +278,7 @@ def _rank_merges(proto: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _unknown_letters_pattern(proto: Any) -> str:
+def _make_unknown_letters_pattern(proto: Any) -> str:
     """Return a pattern of the letters in special tokens' names without a piece; may be empty.
 
     The library prefers even a piece with the lowest score to an unknown letter, so these letters
@@ -299,13 +299,13 @@ def _unknown_letters_pattern(proto: Any) -> str:
             prefix, unknown_run, suffix = map(
                 re.escape, (name[:run_start], name[run_start:run_end], name[run_end:])
             )
-            patterns.append(_pattern_between(prefix, unknown_run, suffix))
+            patterns.append(_make_pattern_between(prefix, unknown_run, suffix))
     if any(piece.type == _BYTE for piece in proto.pieces):
-        patterns += _unknown_byte_patterns(letters_with_piece)
+        patterns += _make_unknown_byte_patterns(letters_with_piece)
     return "|".join(patterns)
 
 
-def _unknown_byte_patterns(letters_with_piece: set[str]) -> list[str]:
+def _make_unknown_byte_patterns(letters_with_piece: set[str]) -> list[str]:
     """Return patterns of the letters in names such as <0x0A> without a piece."""
     digits = "0123456789ABCDEF"
     name_patterns = ["<", "0", "x", f"[{digits}]", f"[{digits}]", ">"]
@@ -315,11 +315,11 @@ def _unknown_byte_patterns(letters_with_piece: set[str]) -> list[str]:
         if unknown_letters:
             prefix = "".join(name_patterns[:letter_index])
             suffix = "".join(name_patterns[letter_index + 1 :])
-            patterns.append(_pattern_between(prefix, f"[{''.join(unknown_letters)}]", suffix))
+            patterns.append(_make_pattern_between(prefix, f"[{''.join(unknown_letters)}]", suffix))
     return patterns
 
 
-def _pattern_between(prefix: str, pattern: str, suffix: str) -> str:
+def _make_pattern_between(prefix: str, pattern: str, suffix: str) -> str:
     """Return a pattern that matches between two other patterns; either of them may be empty."""
     lookbehind = f"(?<={prefix})" if prefix else ""
     lookahead = f"(?={suffix})" if suffix else ""
@@ -333,7 +333,7 @@ def _make_normalizer(proto: Any) -> Any:
     normalizer_spec = proto.normalizer_spec
     normalizer_steps: list[Any] = []
     if normalizer_spec.precompiled_charsmap:
-        normalizer_steps += charsmap_normalizers(normalizer_spec.precompiled_charsmap)
+        normalizer_steps += make_charsmap_normalizers(normalizer_spec.precompiled_charsmap)
     if normalizer_spec.remove_extra_whitespaces:
         normalizer_steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
@@ -369,7 +369,7 @@ def _check_equal_ids(
     processor = import_sentencepiece().SentencePieceProcessor(model_proto=proto.SerializeToString())
     scores = [piece.score for piece in proto.pieces]
     is_unigram = proto.trainer_spec.model_type == _UNIGRAM
-    for text in (*_probe_texts(proto), *samples):
+    for text in (*_make_probe_texts(proto), *samples):
         expected = processor.encode(text)
         actual = backend.encode(text, add_special_tokens=False).ids
         if actual == expected or (is_unigram and _have_equal_scores(actual, expected, scores)):
@@ -415,7 +415,7 @@ def _have_equal_scores(actual: list[int], expected: list[int], scores: list[floa
     return abs(actual_score - expected_score) <= 1e-4 + 1e-6 * abs(actual_score)
 
 
-def _probe_texts(proto: Any) -> Iterator[str]:
+def _make_probe_texts(proto: Any) -> Iterator[str]:
     """Yield the texts that a converted model must encode like SentencePiece."""
     yield from _PROBES
     normal_pieces = [piece.piece for piece in proto.pieces if piece.type == _NORMAL]

@@ -32,7 +32,7 @@ def minority(hosts: Iterable[str], all_hosts: Collection[str]) -> set[str]:
     return short_hosts if 2 * len(short_hosts) <= num_hosts else set()
 
 
-def hosts_without_devices(descriptions: Mapping[int, Any]) -> set[str]:
+def find_hosts_without_devices(descriptions: Mapping[int, Any]) -> set[str]:
     """Return hosts that lack a device that others have, or where ranks share one.
 
     Args:

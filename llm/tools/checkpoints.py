@@ -138,7 +138,7 @@ class Entry:
 
 @program
 def main(argv: Sequence[str]) -> int:
-    """Run the program; return the exit code."""
+    """Run the program; return the exit exit_code."""
     ignore_ranks()
     is_average = [*argv[:1]] == ["average"]
     options = parse(
@@ -151,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     )
     _check_options(options, is_average=is_average)
     run, checkpoints_folder = _locate_folders(Path(options.run))
-    code = 0
+    exit_code = 0
     if options.output is not None:
         with forbid_downloads():
             lines = [_average_checkpoints(run, checkpoints_folder, options, options.output)]
@@ -159,9 +159,9 @@ def main(argv: Sequence[str]) -> int:
         with forbid_downloads():
             lines = [_export_checkpoint(run, checkpoints_folder, options)]
     else:
-        lines, code = _list_checkpoints(checkpoints_folder, verify=options.verify)
+        lines, exit_code = _list_checkpoints(checkpoints_folder, verify=options.verify)
     sys.stdout.write("\n".join(lines) + "\n")
-    return code
+    return exit_code
 
 
 def _check_options(options: CheckpointsOptions, *, is_average: bool) -> None:

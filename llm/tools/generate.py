@@ -143,7 +143,7 @@ def _generate_texts(options: GenerateOptions) -> None:
             max_new_tokens=max_new_tokens,
             seed=seed + index,
             streamer=make_printer(tokenizer),
-            **_sampling_arguments(options),
+            **_choose_sampling_arguments(options),
         )
 
 
@@ -288,7 +288,7 @@ def _limit_new_tokens(
     return num_tokens
 
 
-def _sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
+def _choose_sampling_arguments(options: GenerateOptions) -> dict[str, Any]:
     """Return the arguments of the model's `generate`; without an option, the model's default."""
     arguments: dict[str, Any] = {"num_beams": 1}  # several beams have no text before they end
     if options.temperature == 0:

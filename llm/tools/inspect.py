@@ -83,7 +83,7 @@ class InspectOptions:
 
 @program
 def main(argv: Sequence[str]) -> int:
-    """Run the program; return the exit code."""
+    """Run the program; return the exit exit_code."""
     ignore_ranks()
     options = parse(
         InspectOptions,
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
         example="data/web_text_document --documents 2 --tokenizer_name gpt2",
     )
     _check_options(options)
-    code = 0
+    exit_code = 0
     if options.step is not None:
         from llm.runtime.offline import forbid_downloads
 
@@ -104,11 +104,11 @@ def main(argv: Sequence[str]) -> int:
         from llm.prepare.verification import verify
 
         faults = verify(Path(options.path))
-        lines, code = (faults, 1) if faults else (["all checks passed"], 0)
+        lines, exit_code = (faults, 1) if faults else (["all checks passed"], 0)
     else:
         lines = _describe_tokens(options)
     sys.stdout.write("\n".join(lines) + "\n")
-    return code
+    return exit_code
 
 
 def _check_options(options: InspectOptions) -> None:

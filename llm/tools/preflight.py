@@ -28,8 +28,14 @@ from llm.config.program import program
 from llm.errors import ParallelError
 from llm.runtime.logging import counted
 from llm.runtime.process_settings import raise_file_limit
-from llm.runtime.world import World, adopt_launcher, device_of, job_hosts, world_from_environment
-from llm.tools.bad_nodes import add_bad_nodes, hosts_without_devices, minority, short_name
+from llm.runtime.world import (
+    World,
+    adopt_launcher,
+    device_of,
+    read_job_hosts,
+    world_from_environment,
+)
+from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, minority, short_name
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +181,7 @@ class Board:
 
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
-    """Run the checks of several ranks through a store; return the exit code of this rank."""
+    """Run the checks of several ranks through a store; return the exit exit_code of this rank."""
     board = open_board(world, timeout=options.timeout)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)
@@ -186,13 +192,13 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
         return _print_error(f"rank 0 at {main_host} does not answer rank {world.rank}")
     if world.is_main:
         _print_ranks(board)
-        code = _print_error(failure) if failure else _print_success(options, board, world)
+        exit_code = _print_error(failure) if failure else _print_success(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
         board.set_global("printed", "")
         board.set("finished", True)
         board.wait("finished", time.monotonic() + _EXTRA_WAIT_SECONDS)
-        return code
+        return exit_code
     board.get_global("printed", time.monotonic() + _EXTRA_WAIT_SECONDS)
     board.set("finished", True)
     return 1 if failure else 0
@@ -212,11 +218,11 @@ def _compare_ranks(options: PreflightOptions, world: World, board: Board) -> str
         hosts = [entry["host"] for entry in descriptions.values()]
         if len(descriptions) == world.world_size:
             problem = describe_differences(descriptions)
-            _record_bad_nodes(options, minority(hosts_without_devices(descriptions), hosts))
+            _record_bad_nodes(options, minority(find_hosts_without_devices(descriptions), hosts))
         else:
             problem = describe_missing(descriptions, world, options.timeout)
             bad_hosts = silent_hosts(descriptions, world)
-            _record_bad_nodes(options, minority(bad_hosts, job_hosts(os.environ)))
+            _record_bad_nodes(options, minority(bad_hosts, read_job_hosts(os.environ)))
         board.set_global("verdict/description", problem)
     return board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
 
@@ -362,7 +368,7 @@ def silent_hosts(descriptions: dict[int, Any], world: World) -> list[str]:
     num_answers_by_host = Counter(
         short_name(description["host"]) for description in descriptions.values()
     )
-    hosts = job_hosts(os.environ)
+    hosts = read_job_hosts(os.environ)
     ranks_per_host = world.world_size / max(1, len(hosts))
     return [host for host in hosts if num_answers_by_host[short_name(host)] < ranks_per_host]
 

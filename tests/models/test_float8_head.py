@@ -66,7 +66,7 @@ def test_zeros_stay_zeros():
 
 def loss_and_gradients(*, is_float8: bool, training: bool = True) -> tuple[Tensor, Tensor]:
     model = tiny_model(tiny_config("gpt2", **NO_DROPOUT)).train(training)
-    loss = LanguageModelLoss(model, aligned=True, is_float8=is_float8).train(training)
+    loss = LanguageModelLoss(model, is_aligned=True, is_float8=is_float8).train(training)
     ids = torch.randint(VOCAB_SIZE, (4, 33), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
         objective, _ = loss(ids[:, :-1], ids[:, 1:])

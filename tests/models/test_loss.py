@@ -16,7 +16,7 @@ from transformers import (
     ProphetNetConfig,
 )
 
-from llm.models.cross_entropy import _softmax_losses, chunked_cross_entropy
+from llm.models.cross_entropy import _compute_softmax_losses, chunked_cross_entropy
 from llm.models.loss import (
     LanguageModelLoss,
     has_plain_head,
@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
     expected = gradients(model, reference)
 
     objective, (loss_sum,) = loss(*batch())
-    assert loss.chunked
+    assert loss.is_chunked
     assert not loss_sum.requires_grad
     torch.testing.assert_close(loss_sum, reference.detach(), rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model, objective), expected)
@@ -97,8 +97,8 @@ def test_padded_vocabulary_rows_do_not_change_the_loss_and_get_no_gradient(
     plain = tiny_model(tiny_config(family)).eval()
     padded = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128).eval()
 
-    expected, _ = LanguageModelLoss(plain, chunked=chunked)(*batch())
-    objective, _ = LanguageModelLoss(padded, chunked=chunked)(*batch())
+    expected, _ = LanguageModelLoss(plain, is_chunked=chunked)(*batch())
+    objective, _ = LanguageModelLoss(padded, is_chunked=chunked)(*batch())
     torch.testing.assert_close(objective, expected, rtol=1e-6, atol=0)
     gradients(padded, objective)
     for parameter in padded.get_output_embeddings().parameters():
@@ -110,7 +110,7 @@ def test_padded_vocabulary_rows_do_not_change_the_loss_and_get_no_gradient(
 def test_no_labels_make_a_zero_loss_and_zero_gradients(chunked: bool) -> None:
     model = tiny_model(tiny_config("gptj"))
     input_ids, labels = batch()
-    objective, (loss_sum,) = LanguageModelLoss(model, chunked=chunked)(
+    objective, (loss_sum,) = LanguageModelLoss(model, is_chunked=chunked)(
         input_ids, torch.full_like(labels, -100)
     )
 
@@ -166,7 +166,7 @@ def test_capped_logits_are_seen_and_computed_in_full() -> None:
     expected = gradients(model, reference_loss(model))
     objective, _ = loss(*batch())
 
-    assert not loss.chunked
+    assert not loss.is_chunked
     assert_same_gradients(gradients(model, objective), expected)
 
 
@@ -217,10 +217,10 @@ def test_the_head_of_a_model_on_fake_tensors_is_found_plain() -> None:
 @pytest.mark.parametrize("chunked", [None, False])
 def test_a_configuration_with_router_logits_has_the_loss_of_one_without(chunked) -> None:
     model = tiny_model(tiny_config("mixtral", output_router_logits=True)).eval()
-    loss = LanguageModelLoss(model, chunked=chunked)
+    loss = LanguageModelLoss(model, is_chunked=chunked)
     objective, (loss_sum,) = loss(*batch())
 
-    assert loss.chunked is (chunked is None)
+    assert loss.is_chunked is (chunked is None)
     torch.testing.assert_close(loss_sum, reference_loss(model).detach())
     assert torch.equal(objective.detach(), loss_sum)
 
@@ -232,7 +232,7 @@ def test_predictions_are_the_likeliest_tokens_that_exist(family: str, chunked: b
     input_ids, labels = batch()
     expected = model(input_ids).logits[..., :320].log_softmax(dim=-1)
 
-    loss = LanguageModelLoss(model, chunked=chunked, chunk_bytes=TEN_ROWS)
+    loss = LanguageModelLoss(model, is_chunked=chunked, chunk_bytes=TEN_ROWS)
     likeliest, log_probs = loss.predictions(input_ids, labels)
 
     assert torch.equal(likeliest, expected.argmax(dim=-1))
@@ -287,7 +287,7 @@ def test_an_odd_vocabulary_is_multiplied_in_multiples_of_128(family, tied_gradie
     reference = reference_loss(model, vocab_size=321)
     expected = gradients(model, reference)
 
-    loss = LanguageModelLoss(model, aligned=True)
+    loss = LanguageModelLoss(model, is_aligned=True)
     with ProductSizes() as products:
         objective, (loss_sum,) = loss(*batch())
         actual = gradients(model, objective)
@@ -315,7 +315,7 @@ def test_aligned_products_under_autocast_give_the_same_gradients(dtype):
     found = []
     for aligned in (False, True):
         with torch.autocast("cpu", dtype):
-            objective, _ = LanguageModelLoss(model, aligned=aligned)(*batch())
+            objective, _ = LanguageModelLoss(model, is_aligned=aligned)(*batch())
         found.append(gradients(model, objective))
 
     for name, reference in found[0].items():
@@ -331,11 +331,11 @@ def test_chunks_are_twice_as_long_where_the_gradient_replaces_the_logits():
 
     def recorded(logits: torch.Tensor, *arguments: Any) -> Any:
         rows.append(len(logits))
-        return _softmax_losses(None, logits, *arguments)
+        return _compute_softmax_losses(None, logits, *arguments)
 
     chunks = LossChunks(num_bytes=128 * 384 * 4, num_multiprocessors=None)  # 128 tokens in fp32
     for softmax in (None, recorded):
-        loss = LanguageModelLoss(model, aligned=True, chunks=chunks, softmax=softmax)
+        loss = LanguageModelLoss(model, is_aligned=True, chunks=chunks, softmax=softmax)
         assert loss(ids, ids)[0].isfinite()
     assert rows == [256, 256]
 

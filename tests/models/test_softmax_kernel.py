@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm.models.cross_entropy import Softmax, _softmax_losses, chunked_cross_entropy
+from llm.models.cross_entropy import Softmax, _compute_softmax_losses, chunked_cross_entropy
 
 NO_TRITON = "needs Triton, which comes with CUDA builds and with the extra `dev`"
 VOCABULARY = 4200
@@ -35,7 +35,7 @@ def compare(
 
     options = VOCABULARY, with_gradient, z_loss
     found = softmax_in_place(*chunk(dtype), *options, num_programs)
-    expected = _softmax_losses(None, *chunk(dtype), *options)
+    expected = _compute_softmax_losses(None, *chunk(dtype), *options)
     if expected[2] is not None:
         expected[2][1] = 0  # the row without a label, which the kernel zeroes
     for one, other in zip(found, expected, strict=True):

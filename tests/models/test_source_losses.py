@@ -39,7 +39,7 @@ def test_a_loss_that_is_not_finite_stays_with_its_source():
 @pytest.mark.parametrize("chunked", [True, False])
 def test_the_sums_are_those_of_each_sources_own_samples(chunked):
     model = tiny_model(tiny_config("gpt2"))
-    loss = LanguageModelLoss(model, chunked=chunked, sources=["a", "b", "c"]).eval()
+    loss = LanguageModelLoss(model, is_chunked=chunked, sources=["a", "b", "c"]).eval()
     input_ids, labels = batch()
 
     _, found = loss(input_ids, labels, None, None, SOURCES)
@@ -59,7 +59,7 @@ def test_the_sums_are_those_of_each_sources_own_samples(chunked):
 @pytest.mark.parametrize("chunked", [True, False])
 def test_objective_and_gradients_have_the_same_bits_with_and_without(chunked):
     model = tiny_model(tiny_config("gpt2")).eval()
-    loss = LanguageModelLoss(model, chunked=chunked, sources=["a", "b", "c"])
+    loss = LanguageModelLoss(model, is_chunked=chunked, sources=["a", "b", "c"])
     input_ids, labels = batch()
     found = []
     for sources in (None, SOURCES):

@@ -106,7 +106,7 @@ def test_a_gradient_that_the_lookup_never_used_raises():
     model = tiny_model(tiny_config("gpt2"), tied_gradients=True)
     model.get_input_embeddings().head_gradient = torch.zeros(1)
     with pytest.raises(RuntimeError, match="never reached the embedding"):
-        LanguageModelLoss(model, chunked=True)(*batch())
+        LanguageModelLoss(model, is_chunked=True)(*batch())
 
 
 def test_an_embedding_that_does_more_than_look_up_is_left_alone():

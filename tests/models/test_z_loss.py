@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
 ) -> None:
     model = far_from_its_start(family)
     expected, expected_z, gradients = reference(model, z_loss)
-    loss = LanguageModelLoss(model, chunked=chunked, chunk_bytes=10 * 4 * 384, z_loss=z_loss)
+    loss = LanguageModelLoss(model, is_chunked=chunked, chunk_bytes=10 * 4 * 384, z_loss=z_loss)
     assert loss.training
 
     objective, (loss_sum, z_sum) = loss(*batch())
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
 def test_an_evaluation_has_no_z_loss() -> None:
     model = far_from_its_start("gpt2")
     for chunked in (True, False):
-        loss = LanguageModelLoss(model, chunked=chunked, z_loss=1e-2).eval()
+        loss = LanguageModelLoss(model, is_chunked=chunked, z_loss=1e-2).eval()
         objective, (loss_sum, z_sum) = loss(*batch())
         assert torch.equal(objective, loss_sum)
         assert z_sum == 0

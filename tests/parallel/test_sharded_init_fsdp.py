@@ -57,7 +57,7 @@ def differences() -> list[str]:
                 found.append(f"{family}: {name}")
             if own[name].requires_grad != expected[name].requires_grad:
                 found.append(f"{family}: {name} is trained or not")
-        if strategy.loss.chunked != LanguageModelLoss(whole).chunked:
+        if strategy.loss.is_chunked != LanguageModelLoss(whole).is_chunked:
             found.append(f"{family}: chunked")
     return found
 

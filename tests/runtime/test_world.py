@@ -14,9 +14,9 @@ from llm.runtime.world import (
     device_of,
     expand_nodelist,
     is_on_one_host,
-    job_hosts,
-    rank_variables,
     ranks_per_node,
+    read_job_hosts,
+    read_rank_variables,
     world_from_environment,
 )
 
@@ -75,37 +75,39 @@ def environ(monkeypatch):
     ids=["srun", "PALS", "Cray", "Hydra", "Open MPI"],
 )
 def test_a_task_of_srun_or_mpiexec_is_a_rank(variables):
-    assert rank_variables(variables) == RANK_3_OF_4
+    assert read_rank_variables(variables) == RANK_3_OF_4
 
 
 def test_mpirun_in_a_slurm_job_counts_ranks_itself():
     # It starts one daemon a node through srun, whose variables its ranks inherit.
     daemon = {**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     rank = {"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", **daemon}
-    assert rank_variables(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
+    assert read_rank_variables(rank) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
 
 
 def test_a_batch_script_is_one_process_although_it_has_a_procid():
-    assert rank_variables(BATCH_SCRIPT) == {}
+    assert read_rank_variables(BATCH_SCRIPT) == {}
 
 
 def test_a_batch_script_submitted_from_within_a_step_is_one_process():
     inherited = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node7"}
-    assert rank_variables({**BATCH_SCRIPT, **inherited}) == {}
+    assert read_rank_variables({**BATCH_SCRIPT, **inherited}) == {}
     inherited = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[1-2]"}
-    assert rank_variables({**BATCH_SCRIPT, **inherited}) == {}
+    assert read_rank_variables({**BATCH_SCRIPT, **inherited}) == {}
 
 
 def test_a_step_or_mpiexec_of_one_process_has_world_size_1():
-    assert rank_variables({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
-    assert rank_variables({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
+    assert (
+        read_rank_variables({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) == {}
+    )
+    assert read_rank_variables({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) == {}
 
 
 def test_ranks_of_torchrun_within_a_task_are_left_as_they_are(environ):
     before = {**TASK_3_OF_4, **UNDER_TORCHRUN}
     for name, value in before.items():
         environ.setenv(name, value)
-    assert rank_variables(before) == {}
+    assert read_rank_variables(before) == {}
     adopt_launcher()
     assert {name: os.environ[name] for name in before} == before
 
@@ -149,7 +151,7 @@ def test_under_mpiexec_rank_0_is_on_the_first_host_of_the_job(environ, tmp_path)
     environ.setenv("PALS_RANKID", "3")
     adopt_launcher()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("x3001.hsn", "25576")
-    assert job_hosts(os.environ) == ["x3001.hsn", "x3002.hsn"]
+    assert read_job_hosts(os.environ) == ["x3001.hsn", "x3002.hsn"]
 
 
 def test_mpiexec_on_one_machine_needs_no_address(environ):

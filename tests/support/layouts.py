@@ -126,7 +126,7 @@ def prepare(
     """A strategy that trains the model on the ranks of a layout."""
     disable_packing_detection()
     strategy = make_strategy(sizes, mixed_precision, sequence_parallel=sequence_parallel)
-    loss = LanguageModelLoss(model, chunked=chunked, aligned=aligned, z_loss=z_loss)
+    loss = LanguageModelLoss(model, is_chunked=chunked, is_aligned=aligned, z_loss=z_loss)
     strategy.prepare(loss, OptimizerFactory(make_optimizer).make)
     return strategy
 

@@ -17,7 +17,7 @@ from llm.runtime.world import World
 from llm.tools.evidence import checks, rank_programs
 from llm.tools.evidence.checks import planned_device
 from llm.tools.evidence.evidence import main
-from llm.tools.evidence.evidence_file import EvidenceFile, without_personal_data
+from llm.tools.evidence.evidence_file import EvidenceFile, remove_personal_data
 from llm.tools.evidence.layout_cases import expert_parallel_ranks, layout_cases
 from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.rank_programs import Outcome, RankPrograms, describe_failure
@@ -141,7 +141,7 @@ def test_at_most_eight_ranks_divide_the_experts():
 
 
 def hide(text: str) -> str:
-    return without_personal_data(text, ["x1921c3s25", "alice", "x1921c3s25.site.example"])
+    return remove_personal_data(text, ["x1921c3s25", "alice", "x1921c3s25.site.example"])
 
 
 @pytest.mark.parametrize(

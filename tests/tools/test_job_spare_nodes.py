@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.tools.bad_nodes import add_bad_nodes, hosts_without_devices, minority
+from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, minority
 from llm.tools.jobs.jobs import main
 from llm.tools.preflight import main as preflight
 from tests.support.faults import Fault, install
@@ -234,8 +234,10 @@ def test_a_host_without_the_devices_of_the_others_is_found():
         return {"host": host, "device": device, "id": identity}
 
     healthy = {0: rank("a", "cuda:0", "x"), 1: rank("a", "cuda:1", "y")}
-    assert hosts_without_devices(healthy) == set()
-    assert hosts_without_devices({**healthy, 2: rank("b", "cpu", None)}) == {"b"}
+    assert find_hosts_without_devices(healthy) == set()
+    assert find_hosts_without_devices({**healthy, 2: rank("b", "cpu", None)}) == {"b"}
     shared = {2: rank("c", "cuda:0", "z"), 3: rank("c", "cuda:0", "z")}
-    assert hosts_without_devices({**healthy, **shared}) == {"c"}
-    assert hosts_without_devices({0: rank("a", "cpu", None), 1: rank("b", "cpu", None)}) == set()
+    assert find_hosts_without_devices({**healthy, **shared}) == {"c"}
+    assert (
+        find_hosts_without_devices({0: rank("a", "cpu", None), 1: rank("b", "cpu", None)}) == set()
+    )

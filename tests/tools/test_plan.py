@@ -21,9 +21,9 @@ from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import cut_model
 from llm.tools.plan import trace as plan_trace
 from llm.tools.plan.batch_size import fit_batch_size
-from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, search, transfers
+from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, list_transfers, search
 from llm.tools.plan.job import DEVICES, Job
-from llm.tools.plan.memory import StagePlan, max_in_flight
+from llm.tools.plan.memory import StagePlan, count_in_flight
 from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.plan import main
 from llm.tools.plan.rank_model import (
@@ -266,7 +266,7 @@ DEPTHS = {
 def test_a_pipeline_is_cut_as_the_trainer_cuts_it(size):
     job = Job(PlanOptions(model_size=size, nodes=1, gpus_per_node=1))
     model = job.make_meta_model()
-    pieces, loss = find_pipeline_modules(model), LanguageModelLoss(model, chunked=False)
+    pieces, loss = find_pipeline_modules(model), LanguageModelLoss(model, is_chunked=False)
 
     assert job.layers_of_ranks(1) == [[*range(DEPTHS[size])]]
     for ranks in (2, 4, 8, 12):
@@ -308,20 +308,20 @@ def test_a_stage_between_the_first_two_and_the_last_may_be_the_fullest():
 def test_micro_batches_in_flight_are_those_of_the_schedules():
     sizes = {"num_stages": 4, "micro_batches": 8}
 
-    assert max_in_flight("gpipe", stage=0, virtual_stages=1, **sizes) == 8
-    assert [max_in_flight("1f1b", stage=s, virtual_stages=1, **sizes) for s in range(4)] == [
+    assert count_in_flight("gpipe", stage=0, virtual_stages=1, **sizes) == 8
+    assert [count_in_flight("1f1b", stage=s, virtual_stages=1, **sizes) for s in range(4)] == [
         4,
         3,
         2,
         1,
     ]
     # Six warm-up parts, four more for the second half of the layers, one at work: 11 halves.
-    assert max_in_flight("interleaved-1f1b", stage=0, virtual_stages=2, **sizes) == 5.5
+    assert count_in_flight("interleaved-1f1b", stage=0, virtual_stages=2, **sizes) == 5.5
 
 
 def test_a_ring_crosses_each_node_boundary_once():
     job = job_of(nodes=2, gpus_per_node=2)
-    (sent,) = transfers(job, ParallelDims(replicate=4))
+    (sent,) = list_transfers(job, ParallelDims(replicate=4))
 
     whole = 2 * 3 / 4 * 4 * job.param_counts(1).parameters  # an all-reduce of fp32 over four ranks
     assert sent.axis == "replicate"
@@ -330,7 +330,7 @@ def test_a_ring_crosses_each_node_boundary_once():
 
 def test_tensor_parallel_ranks_stay_in_their_node():
     job = job_of(nodes=2, gpus_per_node=4)
-    by_axis = {t.axis: t for t in transfers(job, ParallelDims(shard=2, tensor=4))}
+    by_axis = {t.axis: t for t in list_transfers(job, ParallelDims(shard=2, tensor=4))}
 
     # Two sums forward and two backward, each of 2 x 64 tokens of width 64 in fp32, in 4 layers.
     assert by_axis["tensor"].in_node == 4 * 4 * (2 * 64 * 64 * 4) * 2 * 3 / 4

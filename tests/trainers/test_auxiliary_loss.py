@@ -48,7 +48,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def test_the_gradient_is_that_of_the_sum_of_both_losses(chunked):
     model = tiny_model(tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     model.train()
-    loss = LanguageModelLoss(model, chunked=chunked)
+    loss = LanguageModelLoss(model, is_chunked=chunked)
     ids = torch.randint(320, (3, 9), generator=torch.Generator().manual_seed(1))
     inputs, labels = ids[:, :-1], ids[:, 1:].clone()
     labels[2] = IGNORED  # a copy of a sample, in a short last step

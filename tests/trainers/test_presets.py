@@ -213,7 +213,7 @@ def test_a_compute_optimal_run_logs_its_values_and_resumes_exactly(tmp_path: Pat
 
 
 def test_a_plan_has_the_options_of_the_preset(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "_plan_lines", lambda options: ([str(options.betas)], True))
+    monkeypatch.setattr(plan, "_run_plan", lambda options: ([str(options.betas)], True))
     assert plan.main(["--model_size", "124M", "--preset", "pretrain"]) == 0
     assert capsys.readouterr().out == "(0.9, 0.95)\n"
 

@@ -230,7 +230,7 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
     """
     modules = find_pipeline_modules(model)
     check_depth(len(modules.layers), num_stages)
-    loss = LanguageModelLoss(model, chunked=False)
+    loss = LanguageModelLoss(model, is_chunked=False)
     input_ids = random_tokens(model, *SAMPLE_SHAPE)
     try:
         with evaluation_mode(model):

@@ -74,7 +74,7 @@ class Checks:
         self._memory_gib: float = memory_gib or 0.0
         self._has_bf16 = precision == "bf16" or self._device in ("cpu", "xpu")
 
-    def checks_of_part(self, part: PartName) -> Iterator[Check]:
+    def make_checks(self, part: PartName) -> Iterator[Check]:
         """Yield the checks of a part."""
         make_checks_by_part: dict[PartName, Callable[[], Iterator[Check]]] = {
             "preflight": self._preflight_checks,
@@ -124,11 +124,11 @@ class Checks:
         The device continues the CPU's checkpoint, so that both begin with the same weights.
         """
         yield Check("CPU, fp32", self._run_on_cpu)
-        for precision, flags in self._flags_by_precision().items():
+        for precision, flags in self._choose_precision_flags().items():
             run_on_device = partial(self._run_on_device, precision, flags)
             yield Check(f"{self._device}, {precision}", run_on_device)
 
-    def _flags_by_precision(self) -> dict[str, Sequence[str]]:
+    def _choose_precision_flags(self) -> dict[str, Sequence[str]]:
         """Return the flags of each precision that the device has."""
         flags_by_precision: dict[str, Sequence[str]] = {"fp32": IN_FLOAT32}
         if self._device == "cuda":
@@ -142,7 +142,7 @@ class Checks:
     def _run_on_cpu(self, seconds: float) -> dict[str, Any]:
         """Train in float32 on the CPU, with a checkpoint after each step."""
         folder = self._folder / "losses-cpu"
-        arguments = self._inputs.tiny_trainer(
+        arguments = self._inputs.tiny_trainer_arguments(
             folder, *IN_FLOAT32, "--checkpointing_steps", "1", **_LOSS_RUN
         )
         self._run_successfully(arguments, seconds, is_alone=True, environment=_ON_CPU)
@@ -160,7 +160,7 @@ class Checks:
         checkpoint = reference / "checkpoints" / "step_00000001"
         resume_flags = ["--change_on_resume", "mixed_precision"]
         resume_flags += ["--resume_from_checkpoint", str(checkpoint)]
-        arguments = self._inputs.tiny_trainer(folder, *flags, *resume_flags, **_LOSS_RUN)
+        arguments = self._inputs.tiny_trainer_arguments(folder, *flags, *resume_flags, **_LOSS_RUN)
         self._run_successfully(arguments, seconds, is_alone=True)
         device = read_device(folder)
         if device != self._device.replace("rocm", "cuda"):  # torch's name for both
@@ -185,7 +185,9 @@ class Checks:
             self._folder / f"resume-{layout.name}-{kind}" for kind in ("straight", "resumed")
         )
         train = partial(
-            self._inputs.tiny_trainer, num_ranks=self._num_ranks, num_steps=_RESUME_LAST_STEP
+            self._inputs.tiny_trainer_arguments,
+            num_ranks=self._num_ranks,
+            num_steps=_RESUME_LAST_STEP,
         )
         dropout = ["--config_overrides", "resid_pdrop=0.1,embd_pdrop=0.1"]
         flags = ["--deterministic", *dropout, *layout.flags()]
@@ -211,7 +213,9 @@ class Checks:
     def _run_alone(self, seconds: float, *, has_experts: bool) -> dict[str, Any]:
         """Train on rank 0 alone, on the batch of all ranks."""
         folder = self._alone_folder(has_experts=has_experts)
-        train = partial(self._inputs.tiny_trainer, num_ranks=self._num_ranks, is_alone=True)
+        train = partial(
+            self._inputs.tiny_trainer_arguments, num_ranks=self._num_ranks, is_alone=True
+        )
         arguments = train(folder, *IN_FLOAT32, has_experts=has_experts)
         self._run_successfully(arguments, seconds, is_alone=True)
         return {"losses": [record["loss"] for record in read_steps(folder).values()]}
@@ -223,7 +227,7 @@ class Checks:
         """Train in a layout, and compare losses, gradient norms and weights with one rank."""
         folder = self._folder / f"layout-{case.name.replace(' ', '-')}"
         reference = self._alone_folder(has_experts=case.has_experts)
-        arguments = self._inputs.tiny_trainer(
+        arguments = self._inputs.tiny_trainer_arguments(
             folder,
             *IN_FLOAT32,
             *case.flags(),
@@ -250,11 +254,13 @@ class Checks:
         """Measure tokens per second and memory of a model, and compare them with the plan."""
         deadline = time.monotonic() + seconds
         folder = self._folder / f"speed-{name.replace(' ', '-')}"
-        run_flags = [*self._speed_flags(), *flags]
+        run_flags = [*self._choose_speed_flags(), *flags]
         length_flags = ["--max_train_steps", "60", "--logging_steps", "20"]
         if self._device == "cpu":
             length_flags = ["--max_train_steps", "6", "--logging_steps", "2"]
-        self._run_successfully(self._inputs.trainer(folder, *run_flags, *length_flags), seconds)
+        self._run_successfully(
+            self._inputs.trainer_arguments(folder, *run_flags, *length_flags), seconds
+        )
         records = list(read_steps(folder).values())
         shutil.rmtree(folder, ignore_errors=True)  # it holds gigabytes
         figures: dict[str, Any] = {
@@ -266,9 +272,9 @@ class Checks:
         memory = max((record.get("memory", 0) for record in records), default=0)
         if memory:
             figures["resident_bytes" if self._device == "cpu" else "peak_bytes"] = memory
-        return figures | self._plan_figures(run_flags, deadline - time.monotonic(), figures)
+        return figures | self._compare_with_plan(run_flags, deadline - time.monotonic(), figures)
 
-    def _speed_flags(self) -> list[str]:
+    def _choose_speed_flags(self) -> list[str]:
         """Return model, batch and precision: GPT-2 124M, or a tiny GPT-2 on a CPU."""
         if self._device == "cpu":
             overrides = "n_layer=4,n_embd=128,n_head=4,n_positions=128,vocab_size=2048"
@@ -281,7 +287,7 @@ class Checks:
         sizes = ["--model_size", "124M", "--block_size", "1024"]
         return [*sizes, "--per_device_train_batch_size", str(micro_batch_size), *precision]
 
-    def _plan_figures(
+    def _compare_with_plan(
         self, run_flags: Sequence[str], seconds: float, measured: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the plan of a run, and the measured figures as fractions of it.

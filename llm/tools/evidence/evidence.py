@@ -27,7 +27,7 @@ from llm.tools.evidence.evidence_file import (
     EvidenceFile,
     Result,
     personal_words,
-    without_personal_data,
+    remove_personal_data,
 )
 from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.options import EvidenceOptions, PartName
@@ -71,16 +71,16 @@ def main(argv: Sequence[str]) -> int:
         if world.world_size > 1:
             board = open_board(world, timeout=_CONNECT_SECONDS, program_name="evidence")
         if world.is_main:
-            return _collect(options, world, board, deadline)
+            return _collect_evidence(options, world, board, deadline)
         assert board is not None
-        return _serve(world, board, deadline)
+        return _serve_rank0(world, board, deadline)
     except RuntimeError as error:  # of the store
         raise ParallelError(
             f"Rank {world.rank} does not reach rank 0: {one_line(error)}."
         ) from error
 
 
-def _serve(world: World, board: Board, deadline: float) -> int:
+def _serve_rank0(world: World, board: Board, deadline: float) -> int:
     """Start what rank 0 posts; return its exit code."""
     posted_folder = board.get_global("folder", time.monotonic() + _CONNECT_SECONDS)
     if not posted_folder:  # rank 0 refuses the options, and says why, or is not there
@@ -92,7 +92,9 @@ def _serve(world: World, board: Board, deadline: float) -> int:
     return RankPrograms(world, board, folder).serve(deadline=deadline + 2 * _MACHINE_SECONDS)
 
 
-def _collect(options: EvidenceOptions, world: World, board: Board | None, deadline: float) -> int:
+def _collect_evidence(
+    options: EvidenceOptions, world: World, board: Board | None, deadline: float
+) -> int:
     """Run all checks on rank 0 and write the file; return the exit code."""
     path = Path(options.output)
     folder = Path(f"{path}.work").absolute()
@@ -183,7 +185,7 @@ def _run_parts(
     part_end = start
     for part in parts:
         part_end += _SHARES[part] * seconds_per_share
-        for check in checks.checks_of_part(part):
+        for check in checks.make_checks(part):
             _run_check(part, check, recorder, part_end=part_end)
     return evidence_file.finish()
 
@@ -220,7 +222,7 @@ class _Recorder:
                 reason = f"{type(error).__name__}: {one_line(error)}"
             figures = {**figures, "reason": reason}
         figures = {
-            name: without_personal_data(value, self._words) if isinstance(value, str) else value
+            name: remove_personal_data(value, self._words) if isinstance(value, str) else value
             for name, value in figures.items()
         }
         result: Result = "passed" if error is None else "failed"

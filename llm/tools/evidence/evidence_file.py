@@ -151,7 +151,7 @@ def personal_words() -> list[str]:
     return words
 
 
-def without_personal_data(text: str, words: Iterable[str]) -> str:
+def remove_personal_data(text: str, words: Iterable[str]) -> str:
     """Return a program's output without personal data.
 
     Names become `<name>`, network addresses `<address>`, and absolute paths `<path>`, with the name

@@ -61,12 +61,12 @@ def _find_versions(device_type: str) -> dict[str, str]:
     system_versions = {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "driver": _driver_version(device_type),
+        "driver": _read_driver_version(device_type),
     }
     return versions | {name: text for name, text in system_versions.items() if text is not None}
 
 
-def _driver_version(device_type: str) -> str | None:
+def _read_driver_version(device_type: str) -> str | None:
     """Return the version of the device's driver; None if the system does not tell."""
     if device_type == "xpu":
         import torch

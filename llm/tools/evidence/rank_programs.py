@@ -159,7 +159,7 @@ def _run_program(
 ) -> Outcome:
     """Run a program on this rank until it ends, is late, or another rank has failed."""
     deadline = time.monotonic() + request["seconds"]
-    environment = _child_environment(is_alone=is_alone) | request["environment"]
+    environment = _make_child_environment(is_alone=is_alone) | request["environment"]
     process = start_program([sys.executable, *request["arguments"]], environment, log_path)
     try:
         while (code := process.poll()) is None and time.monotonic() < deadline:
@@ -190,7 +190,7 @@ def start_program(
         )
 
 
-def _child_environment(*, is_alone: bool) -> dict[str, str]:
+def _make_child_environment(*, is_alone: bool) -> dict[str, str]:
     """Return the environment of a program on this rank, or of a process without ranks."""
     environment = dict(os.environ)
     if is_alone:

@@ -69,7 +69,7 @@ class Inputs:
         num_experts = expert_ranks * math.ceil(4 / expert_ranks)
         self._mixture.write_text(json.dumps({**_MIXTURE, "num_experts": num_experts}))
 
-    def trainer(self, folder: Path, *options: str) -> list[str]:
+    def trainer_arguments(self, folder: Path, *options: str) -> list[str]:
         """Return the arguments of Python that start the trainer.
 
         Args:
@@ -85,7 +85,7 @@ class Inputs:
             *options,
         ]
 
-    def tiny_trainer(
+    def tiny_trainer_arguments(
         self,
         folder: Path,
         *options: str,
@@ -110,7 +110,7 @@ class Inputs:
         if is_alone:
             sizes = range(1, _MAX_SAMPLES_ALONE + 1)
             micro_batch_size = max(size for size in sizes if global_batch_size % size == 0)
-        return self.trainer(
+        return self.trainer_arguments(
             folder,
             *("--config_name", str(config), "--block_size", str(_BLOCK_SIZE)),
             *("--global_batch_size", str(global_batch_size)),
@@ -164,8 +164,8 @@ def compare_steps(
     missing_steps = [step for step in steps if not (step in records and step in reference_records)]
     if missing_steps:
         raise CheckFailed(f"a run has not logged step {missing_steps[0]}.")
-    loss_difference = _largest_difference(records, reference_records, "loss", steps)
-    norm_difference = _largest_difference(records, reference_records, "grad_norm", steps)
+    loss_difference = _find_largest_difference(records, reference_records, "loss", steps)
+    norm_difference = _find_largest_difference(records, reference_records, "grad_norm", steps)
     figures = {
         "losses": [records[step]["loss"] for step in steps],
         "reference_losses": [reference_records[step]["loss"] for step in steps],
@@ -188,7 +188,7 @@ def _largest_number(numbers: Iterable[float]) -> float:
     return max(numbers, key=lambda number: (math.isnan(number), number))
 
 
-def _largest_difference(
+def _find_largest_difference(
     records: Mapping[int, Mapping[str, float]],
     reference_records: Mapping[int, Mapping[str, float]],
     name: str,

@@ -41,7 +41,7 @@ class Transfer:
         return max(in_node, self.between_nodes / (job.device.network_link * 1e9))
 
 
-def transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
+def list_transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
     """Return the transfers of the rank that sends the most bytes in one step.
 
     Collectives are counted as rings: each of n ranks sends (n - 1) / n of the whole for a gather or
@@ -113,7 +113,7 @@ class _RankTraffic:
             # The gradient of each matrix's input, in the precision of the residual stream.
             layer_bytes += self._job.column_matrices * self._tokens * self._trace.width * FP32
         size = self._num_layers * self._micro_batches * layer_bytes * 2 * (tensor - 1) / tensor
-        return _ring_transfer("tensor", "sums of hidden states", size, tensor, self._ranks_per_node)
+        return _count_ring("tensor", "sums of hidden states", size, tensor, self._ranks_per_node)
 
     def context_transfer(self) -> Transfer | None:
         """Return the keys and values that travel around the ring of context parallelism."""
@@ -124,7 +124,7 @@ class _RankTraffic:
         num_passes = self._num_passes * self._num_layers * self._micro_batches
         size = num_passes * (context - 1) * key_bytes
         ranks_per_node = self._ranks_per_node // self._dims.tensor
-        return _ring_transfer("context", "keys and values", size, context, ranks_per_node)
+        return _count_ring("context", "keys and values", size, context, ranks_per_node)
 
     def shard_transfer(self) -> Transfer | None:
         """Return the gathers of sharded weights, and the reduce-scatters of their gradients."""
@@ -147,7 +147,7 @@ class _RankTraffic:
 
         size = message_bytes * (shards - 1) / shards
         ranks_per_node = self._ranks_per_node // self._dims.tensor
-        return _ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node)
+        return _count_ring("shard", "weights and gradients", size, shards, ranks_per_node)
 
     def expert_transfer(self) -> Transfer | None:
         """Return the all-to-alls of tokens with expert parallelism."""
@@ -155,7 +155,7 @@ class _RankTraffic:
             return None
         num_messages = _num_expert_layers(self._job, self._dims) * self._micro_batches
         size = num_messages * self._experts.message_bytes
-        return _exchange_transfer(size, self._dims.expert, self._ranks_per_node)
+        return _count_exchange(size, self._dims.expert, self._ranks_per_node)
 
     def shared_expert_transfer(self) -> Transfer | None:
         """Return the gathers of experts that ranks share, and the reduce-scatters of gradients."""
@@ -166,7 +166,7 @@ class _RankTraffic:
         num_passes = _num_expert_layers(self._job, self._dims) * self._micro_batches
         element_bytes = 2 * self._activation_width + FP32  # two gathers, and a reduce-scatter
         size = num_passes * self._experts.gathered_elements * element_bytes
-        return _ring_transfer(
+        return _count_ring(
             "expert",
             "weights and gradients of experts",
             size * (num_sharing - 1) / num_sharing,
@@ -190,7 +190,7 @@ class _RankTraffic:
         size = shard_bytes * (num_ranks - 1) / num_ranks
         axis = "shard" if self._shards > 1 else "tensor"
         what = "whole matrices to their owners and back"
-        ring = _ring_transfer(axis, what, size, num_ranks, self._ranks_per_node)
+        ring = _count_ring(axis, what, size, num_ranks, self._ranks_per_node)
         return dataclasses.replace(ring, overlapped=False)
 
     def replicate_transfer(self) -> Transfer | None:
@@ -205,7 +205,7 @@ class _RankTraffic:
             gradient_elements -= self._num_layers * elements_elsewhere
         size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / self._shards
         ranks_per_node = self._ranks_per_node // (self._dims.tensor * self._shards)
-        return _ring_transfer("replicate", "gradients", size, replicate, ranks_per_node)
+        return _count_ring("replicate", "gradients", size, replicate, ranks_per_node)
 
     def pipeline_transfer(self) -> Transfer | None:
         """Return the hidden states between stages, and their gradients."""
@@ -233,7 +233,7 @@ def _num_expert_layers(job: Job, dims: ParallelDims) -> int:
     )
 
 
-def _ring_transfer(
+def _count_ring(
     axis: str, what: str, num_bytes: float, num_ranks: int, ranks_per_node: int
 ) -> Transfer:
     """Count a collective: each rank sends `num_bytes`, and a node holds `ranks_per_node`."""
@@ -249,7 +249,7 @@ def _ring_transfer(
     )
 
 
-def _exchange_transfer(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
+def _count_exchange(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
     """Count an all-to-all: each rank sends equal parts of `num_bytes` to all ranks and itself."""
     ranks_on_node = max(1, min(num_ranks, ranks_per_node))
     return Transfer(
@@ -330,7 +330,7 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
     """
     batches = job.batches(dims)  # called first because it refuses batches that cannot be traced
     memory, trace = peak_memory(job, dims), job.trace(dims.tensor, dims.context)
-    transfers_of_rank = transfers(job, dims)
+    transfers_of_rank = list_transfers(job, dims)
     bubble = bubble_fraction(
         ranks=dims.pipeline,
         virtual_stages=job.options.virtual_stages,
@@ -348,8 +348,12 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
         flops=(max(stage_flops) + excess_flops) * batches.accumulation,
         peak_flops=(device.fp32_tflops if is_fp32 else device.tflops) * 1e12,
         bubble=bubble,
-        exposed_seconds=sum(t.seconds(job) for t in transfers_of_rank if not t.overlapped),
-        overlapped_seconds=sum(t.seconds(job) for t in transfers_of_rank if t.overlapped),
+        exposed_seconds=sum(
+            transfer.seconds(job) for transfer in transfers_of_rank if not transfer.overlapped
+        ),
+        overlapped_seconds=sum(
+            transfer.seconds(job) for transfer in transfers_of_rank if transfer.overlapped
+        ),
         optimizer_seconds=optimizer_bytes / (device.bandwidth * 1e9),
     )
     step_seconds = costs.seconds_at(job.options.efficiency)
@@ -383,10 +387,10 @@ def search(job: Job) -> list[Estimate]:
         is_refused = tensor > 1 and job.options.besides_optimizer is not None
         if tensor * context <= job.options.gpus_per_node and not is_refused:
             estimates += _estimate_layouts(job, tensor, context)
-    return sorted(estimates, key=_rank_by_fit)
+    return sorted(estimates, key=_layout_sort_key)
 
 
-def _rank_by_fit(candidate: Estimate) -> tuple[bool, float]:
+def _layout_sort_key(candidate: Estimate) -> tuple[bool, float]:
     """Return the sort key of a layout: those that fit first, by speed, then others by memory."""
     if candidate.fits:
         return False, -candidate.tokens_per_second
@@ -400,9 +404,7 @@ def _estimate_layouts(job: Job, tensor: int, context: int) -> list[Estimate]:
     except ConfigError:  # the sizes are wrong for all these layouts
         return []
     allows_pipelines = not (context > 1 or job.options.sequence_parallel)
-    layouts = _possible_layouts(
-        job.dims.world_size, tensor, context, allows_pipelines=allows_pipelines
-    )
+    layouts = _list_layouts(job.dims.world_size, tensor, context, allows_pipelines=allows_pipelines)
     estimates = []
     for dims in layouts:
         with contextlib.suppress(ConfigError):  # a layout that the run cannot have
@@ -451,7 +453,7 @@ def _expert_layouts(job: Job, dims: ParallelDims) -> Iterator[ParallelDims]:
             yield expert_dims
 
 
-def _possible_layouts(
+def _list_layouts(
     world_size: int, tensor: int, context: int, *, allows_pipelines: bool
 ) -> Iterator[ParallelDims]:
     """Yield the layouts of all ranks with these sizes of tensor and context parallelism."""

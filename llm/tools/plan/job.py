@@ -28,8 +28,8 @@ from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.rank_model import (
     ParamCounts,
     count_columns,
+    count_optimizer_memory,
     count_parameters,
-    optimizer_memory,
     split_model,
 )
 from llm.tools.plan.trace import Trace, trace
@@ -138,13 +138,13 @@ class Job:
         self.usable_bytes = self._memory_bytes
         if options.device != "cpu":
             self.usable_bytes = int(USABLE_FRACTION * self._memory_bytes)
-        self.optimizer = optimizer_memory(options, self.model)
+        self.optimizer = count_optimizer_memory(options, self.model)
         # Steps that record something of each layer run uncompiled.
         has_recording_steps = any(state.recording for state in self.optimizer.extra.values())
         self.is_compiled = bool(options.torch_compile) and not has_recording_steps
         self._rank_model = functools.cache(self._make_rank_model)
         self.trace = functools.cache(self._trace_micro_batch)
-        self.layers_of_ranks = functools.cache(self._layers_of_ranks)
+        self.layers_of_ranks = functools.cache(self._assign_layers)
         _, block_model = self._rank_model(1)
         check_meta_model_causal(block_model)
 
@@ -262,7 +262,7 @@ class Job:
     def _pipeline_modules(self) -> PipelineModules:
         return find_pipeline_modules(self.model)
 
-    def _layers_of_ranks(self, pipeline: int) -> list[list[int]]:
+    def _assign_layers(self, pipeline: int) -> list[list[int]]:
         """Assign layers to the ranks of a pipeline as the trainer does.
 
         Raises:

@@ -80,7 +80,7 @@ def peak_memory(job: Job, dims: ParallelDims) -> Memory:
     return max((m for stage in stages for m in stage.moments()), key=lambda memory: memory.total)
 
 
-def max_in_flight(
+def count_in_flight(
     schedule: str, *, stage: int, num_stages: int, micro_batches: int, virtual_stages: int
 ) -> float:
     """Return the maximum number of micro-batches with activations in memory on a stage.
@@ -91,8 +91,8 @@ def max_in_flight(
     if schedule == "gpipe":
         return micro_batches
     if schedule == "interleaved-1f1b" and num_stages > 1:
-        passes = 2 * (num_stages - stage - 1) + (virtual_stages - 1) * num_stages + 1
-        return min(passes, micro_batches * virtual_stages) / virtual_stages
+        num_passes = 2 * (num_stages - stage - 1) + (virtual_stages - 1) * num_stages + 1
+        return min(num_passes, micro_batches * virtual_stages) / virtual_stages
     return min(micro_batches, num_stages - stage)
 
 
@@ -102,9 +102,9 @@ class StagePlan:
     def __init__(self, job: Job, dims: ParallelDims, stage: int) -> None:
         self.job, self.dims, self.stage = job, dims, stage
         self.is_last = stage == dims.pipeline - 1
-        self.ranks = dims.shard * dims.context
+        self.num_shards = dims.shard * dims.context
         self.uses_ddp = dims.replicate == dims.world_size
-        self.is_sharded = not self.uses_ddp and (self.ranks > 1 or dims.replicate > 1)
+        self.is_sharded = not self.uses_ddp and (self.num_shards > 1 or dims.replicate > 1)
         self.param_counts = job.param_counts(dims.tensor)
         self.trace = job.trace(dims.tensor, dims.context)
         layer_indices = job.layers_of_ranks(dims.pipeline)[stage]
@@ -119,9 +119,9 @@ class StagePlan:
         self.unsharded_trained_elements = num_elements(p for p in parameters if p.requires_grad)
         expert_params = [p for p in parameters if p in self.param_counts.experts]
         other_params = [p for p in parameters if p not in self.param_counts.experts]
-        expert_ranks = dims.expert if dims.experts_alone else self.ranks
+        expert_ranks = dims.expert if dims.experts_alone else self.num_shards
         self.local_expert_elements, trained_experts = shard_sizes(expert_params, expert_ranks)
-        local_elements, trained_elements = shard_sizes(other_params, self.ranks)
+        local_elements, trained_elements = shard_sizes(other_params, self.num_shards)
         self.local_elements = local_elements + self.local_expert_elements
         self.trained_elements = trained_elements + trained_experts
         self.bucket_elements = trained_elements if dims.experts_alone else self.trained_elements
@@ -129,7 +129,7 @@ class StagePlan:
         self.largest_stack_elements = max(stack_elements, default=0)
 
         self.micro_batches = job.batches(dims).accumulation
-        self.num_in_flight = max_in_flight(
+        self.num_in_flight = count_in_flight(
             job.options.pipeline_schedule,
             stage=stage,
             num_stages=dims.pipeline,
@@ -251,7 +251,7 @@ class StagePlan:
     def _memory_in_head_reduction(self) -> Memory:
         """Return the memory while the gradient of the output head is reduced."""
         # The gradient, the message and the result of a reduce-scatter; gloo copies the message.
-        num_copies = 2 + 1 / self.ranks + (self.job.options.device == "cpu")
+        num_copies = 2 + 1 / self.num_shards + (self.job.options.device == "cpu")
         return self._memory_at(
             "reduction of the head's gradient",
             self._activations_in_last_layer() + self._loss_activations(),
@@ -416,7 +416,7 @@ class StagePlan:
         if not is_optimizer_step:
             return size + self._gathered_bytes(is_backward=is_backward, gathers_head=gathers_head)
         traffic = self.job.optimizer.traffic
-        if traffic is not None and self.ranks * self.dims.tensor > 1:
+        if traffic is not None and self.num_shards * self.dims.tensor > 1:
             size += self._matrix_bytes(traffic)
         return size
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
-    lines, fits = _plan_lines(_parse_options(arguments))
+    lines, fits = _run_plan(_parse_options(arguments))
     sys.stdout.write("\n".join(lines) + "\n")
     return 0 if fits else 1
 
@@ -50,9 +50,9 @@ def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool]:
         ConfigError: The run cannot be planned.
     """
     job, _, plan, remedy = _make_plan(_parse_options(arguments))
-    from llm.tools.plan.render import summary_lines
+    from llm.tools.plan.render import format_summary
 
-    return summary_lines(job, plan, remedy), plan.fits
+    return format_summary(job, plan, remedy), plan.fits
 
 
 def _parse_options(arguments: Sequence[str]) -> PlanOptions:
@@ -93,7 +93,7 @@ def _make_plan(
     return job, ranking, plan, remedy
 
 
-def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
+def _run_plan(options: PlanOptions) -> tuple[list[str], bool]:
     """Return the lines to print, and whether the layout fits."""
     from llm.tools.plan import render
 
@@ -106,7 +106,7 @@ def _plan_lines(options: PlanOptions) -> tuple[list[str], bool]:
         )
     if options.json:
         return [json.dumps(render.plan_json(job, plan, remedy, ranking), indent=1)], plan.fits
-    lines = render.plan_lines(job, plan, remedy)
+    lines = render.format_plan(job, plan, remedy)
     if ranking is not None:
-        lines = [*render.table_lines(job, ranking), "", "the first of them:", *lines]
+        lines = [*render.format_table(job, ranking), "", "the first of them:", *lines]
     return lines, plan.fits

@@ -236,7 +236,7 @@ class OptimizerMemory:
     traffic: MatrixTraffic | None
 
 
-def optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
+def count_optimizer_memory(options: PlanOptions, model: PreTrainedModel) -> OptimizerMemory:
     """Create the optimizer on the meta device as the trainer does, and count its state.
 
     State that extensions keep for each parameter counts too.

@@ -36,13 +36,13 @@ def find_remedy(job: Job, ranking: list[Estimate] | None) -> dict[str, Any] | No
         recomputation = {"activation_checkpointing": "full"}
     alternatives: list[dict[str, Any]] = [{}, recomputation] if recomputation else [{}]
     for changes in alternatives:
-        micro_batch = _largest_micro_batch(job, changes)
+        micro_batch = _find_largest_micro_batch(job, changes)
         if micro_batch is not None:
             return {**micro_batch, **changes}
-    return _cheapest_layout(job, ranking, recomputation)
+    return _find_cheapest_layout(job, ranking, recomputation)
 
 
-def _cheapest_layout(
+def _find_cheapest_layout(
     job: Job, ranking: list[Estimate] | None, recomputation: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return the options of the cheapest layout that fits; None if no layout does.
@@ -77,7 +77,7 @@ def _cheapest_layout(
     return best_changes
 
 
-def _largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | None:
+def _find_largest_micro_batch(job: Job, changes: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of the largest micro-batch that fits in this layout, or None."""
     current_size = device_batch_size(job.options)
     max_size = current_size if changes else current_size - 1

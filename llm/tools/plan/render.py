@@ -18,7 +18,7 @@ _COLORS = ("#4477aa", "#66ccee", "#228833", "#aa3377", "#ccbb44", "#ee6677", "#b
 _DAY_SECONDS = 86400.0
 
 
-def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
+def format_plan(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
     """Return the lines that describe a layout.
 
     Args:
@@ -33,7 +33,7 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
     if mixture is not None:
         mixture_lines = [f"experts: {mixture.describe()}; {mixture.describe_active()}"]
     return [
-        _run_name_line(job, plan),
+        _format_run_name(job, plan),
         f"layout: {dims.describe()}",
         f"batch: {counted(num_samples, 'sample')} of {job.length:,} tokens "
         f"({plan.tokens_per_step:,} tokens per step) in "
@@ -41,17 +41,17 @@ def plan_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> li
         f"{device_batch_size(job.options)} on each rank",
         *mixture_lines,
         "",
-        *_memory_lines(job, plan),
-        _verdict_line(job, plan, remedy),
+        *_format_memory(job, plan),
+        _format_verdict(job, plan, remedy),
         "",
-        *_traffic_lines(plan),
-        *_expert_lines(job, plan),
+        *_format_traffic(plan),
+        *_compare_expert_layouts(job, plan),
         "",
-        *_time_lines(job, plan),
+        *_format_times(job, plan),
     ]
 
 
-def _run_name_line(job: Job, plan: Estimate) -> str:
+def _format_run_name(job: Job, plan: Estimate) -> str:
     """Return the line that names the model and the devices."""
     options = job.options
     return (
@@ -61,7 +61,7 @@ def _run_name_line(job: Job, plan: Estimate) -> str:
     )
 
 
-def summary_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
+def format_summary(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
     """Return three lines about a layout: the run, its memory, and its time.
 
     Args:
@@ -71,13 +71,13 @@ def summary_lines(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) ->
     """
     memory = f"{_format_gib(plan.memory.total)} of {_format_gib(job.usable_bytes)} on a rank."
     return [
-        _run_name_line(job, plan),
-        f"{memory} {_verdict_line(job, plan, remedy)}",
-        _run_line(job, plan),
+        _format_run_name(job, plan),
+        f"{memory} {_format_verdict(job, plan, remedy)}",
+        _format_run_time(job, plan),
     ]
 
 
-def table_lines(job: Job, estimates: list[Estimate]) -> list[str]:
+def format_table(job: Job, estimates: list[Estimate]) -> list[str]:
     """Return the lines of a table of layouts."""
     has_experts = bool(job.param_counts(1).num_experts)
     lines = [
@@ -172,7 +172,7 @@ def _days_of_run(job: Job, plan: Estimate) -> float | None:
     return None if budget is None else budget / plan.tokens_per_second / _DAY_SECONDS
 
 
-def _memory_lines(job: Job, plan: Estimate) -> list[str]:
+def _format_memory(job: Job, plan: Estimate) -> list[str]:
     """Return the lines about the peak of memory, by kind."""
     memory = plan.memory
     stage = f"stage {memory.stage}, " if plan.dims.pipeline > 1 else ""
@@ -189,7 +189,7 @@ def _memory_lines(job: Job, plan: Estimate) -> list[str]:
     ]
 
 
-def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
+def _format_verdict(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> str:
     """Return the line that says whether the layout fits, and names a remedy if it does not."""
     free_bytes = job.usable_bytes - plan.memory.total
     if plan.fits:
@@ -203,7 +203,7 @@ def _verdict_line(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) ->
     return f"It does not fit, by {_format_gib(-free_bytes)}. It fits with {flags}."
 
 
-def _traffic_lines(plan: Estimate) -> list[str]:
+def _format_traffic(plan: Estimate) -> list[str]:
     """Return the table of the data that a rank sends in a step."""
     if not plan.transfers:
         return ["nothing is sent: there is one rank"]
@@ -219,7 +219,7 @@ def _traffic_lines(plan: Estimate) -> list[str]:
     return [f"{what:<46}{in_node:>11}{between:>15}" for what, in_node, between in rows]
 
 
-def _expert_lines(job: Job, plan: Estimate) -> list[str]:
+def _compare_expert_layouts(job: Job, plan: Estimate) -> list[str]:
     """Return the line that compares expert parallelism with gathered experts, if it is possible."""
     comparison = compare_experts(job, plan.dims)
     if comparison is None:
@@ -239,7 +239,7 @@ def _expert_lines(job: Job, plan: Estimate) -> list[str]:
     ]
 
 
-def _time_lines(job: Job, plan: Estimate) -> list[str]:
+def _format_times(job: Job, plan: Estimate) -> list[str]:
     """Return the lines about the time of a step, of the run, and of a checkpoint."""
     tokens_per_second = plan.tokens_per_second
     disk_gbps, num_bytes = job.options.disk_gbps, checkpoint_bytes(job)
@@ -249,13 +249,13 @@ def _time_lines(job: Job, plan: Estimate) -> list[str]:
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
         f"{job.options.efficiency:.0%} of the device's peak: {tokens_per_second:,.0f} tokens/s, "
         f"{tokens_per_second * _DAY_SECONDS / 1e9:,.2f} billion a day",
-        _run_line(job, plan),
+        _format_run_time(job, plan),
         f"a checkpoint has {_format_gb(num_bytes)} and takes "
         f"{num_bytes / (disk_gbps * 1e9):,.1f} s at {disk_gbps:g} GB/s",
     ]
 
 
-def _run_line(job: Job, plan: Estimate) -> str:
+def _format_run_time(job: Job, plan: Estimate) -> str:
     """Return the line about the time of the whole run, or how to learn it."""
     budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
     if days is None:

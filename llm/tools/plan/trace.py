@@ -269,9 +269,9 @@ def _make_loss(
     has_kernel = options.torch_compile and options.device not in ("cpu", "pvc") and tensor == 1
     return LanguageModelLoss(
         model,
-        chunked=True,
+        is_chunked=True,
         chunks=default_chunks(memory_bytes, None),
-        aligned=not is_cpu,
+        is_aligned=not is_cpu,
         softmax=_softmax_kernel if has_kernel else None,
     )
 

@@ -129,11 +129,11 @@ def run_program(
     with ChildProcess(program_command(program, arguments)) as child:
         output, errors, exit_code = child.finish()
     if exit_code not in expected_codes or (exit_code != 0 and not output):
-        raise program_error(program, errors, exit_code)
+        raise make_program_error(program, errors, exit_code)
     return output, exit_code
 
 
-def program_error(program: str, output: str, exit_code: int) -> ProgramError:
+def make_program_error(program: str, output: str, exit_code: int) -> ProgramError:
     """Return an error with the sentence of a program, or its last lines if it has written none."""
     sentence = re.search(r"^(?:\[rank \d+\] )?error: (.*)$", output, flags=re.MULTILINE)
     if sentence is not None:

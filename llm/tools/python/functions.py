@@ -18,8 +18,8 @@ from llm.errors import LLMError, ProgramError
 from llm.runtime.signals import EXIT_PREEMPTED
 from llm.tools.python.child_process import (
     ChildProcess,
+    make_program_error,
     program_command,
-    program_error,
     run_program,
 )
 from llm.tools.python.live_curves import make_display, show_line
@@ -59,7 +59,7 @@ def train(*, num_processes: int = 1, show: bool = True, **options: OptionValue) 
     # torchrun hides the exit codes of its processes.
     has_stopped = exit_code == EXIT_PREEMPTED or (num_processes > 1 and run.status == "preempted")
     if exit_code != 0 and not has_stopped:
-        raise program_error("train", output, exit_code)
+        raise make_program_error("train", output, exit_code)
     return run
 
 
@@ -85,7 +85,7 @@ def evaluate(
         arguments, num_processes=num_processes, display=show_line if show else None
     )
     if exit_code != 0:
-        raise program_error("train", output, exit_code)
+        raise make_program_error("train", output, exit_code)
     results: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
     return results
 

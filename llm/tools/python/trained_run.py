@@ -88,7 +88,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as temporary_folder:
-            folder = self._model_folder(Path(temporary_folder), trust_remote_code=trust_remote_code)
+            folder = self._locate_model(Path(temporary_folder), trust_remote_code=trust_remote_code)
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
@@ -103,13 +103,13 @@ class Run:
         from transformers import AutoTokenizer
 
         with tempfile.TemporaryDirectory() as temporary_folder:
-            folder = self._model_folder(Path(temporary_folder), trust_remote_code=trust_remote_code)
+            folder = self._locate_model(Path(temporary_folder), trust_remote_code=trust_remote_code)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
         return tokenizer
 
-    def _model_folder(self, target: Path, *, trust_remote_code: bool) -> Path:
+    def _locate_model(self, target: Path, *, trust_remote_code: bool) -> Path:
         """Return a folder with the model; a checkpoint is exported below `target`."""
         if self.status == "finished":
             return self.path

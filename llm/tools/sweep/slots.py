@@ -11,7 +11,7 @@ from pathlib import Path
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.runtime.logging import counted
-from llm.runtime.world import job_hosts, rank_variables
+from llm.runtime.world import read_job_hosts, read_rank_variables
 
 _SAVE_SECONDS = 270
 """Time that torchrun leaves its ranks to save, after a signal; by default 30 seconds."""
@@ -68,12 +68,12 @@ def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[
     Raises:
         ConfigError: There are fewer nodes, or several processes run this program.
     """
-    if rank_variables(environ):
+    if read_rank_variables(environ):
         raise ConfigError(
             "llm-trainers sweep starts the ranks of its members itself; start it once, without "
             "srun, mpiexec or torchrun."
         )
-    hosts = job_hosts(environ)
+    hosts = read_job_hosts(environ)
     is_on_host = "SLURM_JOB_ID" not in environ or "SLURMD_NODENAME" in environ
     if nodes > max(1, len(hosts)):
         place = f"this job has {len(hosts)}" if hosts else "this is a single machine without a job"

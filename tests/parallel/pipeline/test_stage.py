@@ -134,7 +134,7 @@ def test_a_model_without_weights_is_cut_alike():
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(config)
     cuts = [
-        cut_model(find_pipeline_modules(model), LanguageModelLoss(model, chunked=True), 2, [1])
+        cut_model(find_pipeline_modules(model), LanguageModelLoss(model, is_chunked=True), 2, [1])
         for model in (tiny_model(config), bare)
     ]
     assert cuts[0].layers == cuts[1].layers
