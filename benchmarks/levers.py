@@ -103,7 +103,7 @@ def loss_comparisons(options: LeversOptions) -> Iterator[Comparison]:
         hidden = torch.randn(tokens, width, device=device, requires_grad=True)
         weight = (0.02 * torch.randn(vocab_size, width, device=device)).requires_grad_()
         labels = torch.randint(vocab_size, (tokens,), device=device)
-        chunk_rows = chunks.rows(tokens, vocab_size, width, is_in_place=is_gpu)
+        chunk_rows = chunks.choose_rows(tokens, vocab_size, width, is_in_place=is_gpu)
 
         def call(
             softmax: Any,

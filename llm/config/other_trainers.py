@@ -247,7 +247,7 @@ REMARKS = HUGGING_FACE_REMARKS | {
 }
 
 
-def find_counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
+def describe_counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
     """Return the end of a sentence about an unknown name; None if no table has the name.
 
     Args:
@@ -286,7 +286,7 @@ def describe_unknown_option(name: str, known_names: list[str], *, dashes: str) -
         known_names: Known names. The nearest one is suggested.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
-    remark = find_counterpart(name, known_names, dashes=dashes)
+    remark = describe_counterpart(name, known_names, dashes=dashes)
     if remark is not None:
         return f"{dashes}{name} {remark}."
     positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`

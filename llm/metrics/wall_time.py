@@ -211,9 +211,9 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         numbers = [*(record[name] for name in _FIELDS), *record["seconds"].values()]
-        is_valid = record["seconds"].keys() <= {*get_args(Part)}
-        is_valid = is_valid and isinstance(record["is_finished"], bool)
         numbers.append(record.get("energy_joules") or 0.0)
+        has_known_parts = record["seconds"].keys() <= {*get_args(Part)}
+        is_valid = has_known_parts and isinstance(record["is_finished"], bool)
         is_valid = is_valid and all(math.isfinite(number) for number in numbers)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -148,6 +148,8 @@ def _norm_backward_rows(  # type: ignore[no-untyped-def]
         if has_means:
             normalized -= tl.load(means + row, mask=is_row, other=0.0)
         normalized = tl.where(mask, normalized * inverse_deviation, 0.0)
+        # The gradient of the normalized row, without its part along the row, which the division by
+        # the deviation removes, and for LayerNorm without its mean.
         weighted = gradient * gain
         slope = tl.sum(weighted * normalized, 0) / width
         result = weighted - normalized * slope
@@ -160,9 +162,9 @@ def _norm_backward_rows(  # type: ignore[no-untyped-def]
         gain_sum += gradient * normalized
         bias_sum += gradient
         if has_low:
-            low = result.to(low_gradient.dtype.element_ty)
-            tl.store(low_gradient + position, low, mask=mask)
-            low_sum += tl.where(mask, low.to(tl.float32), 0.0)
+            low_result = result.to(low_gradient.dtype.element_ty)
+            tl.store(low_gradient + position, low_result, mask=mask)
+            low_sum += tl.where(mask, low_result.to(tl.float32), 0.0)
     program_sums = partial_sums + program.to(tl.int64) * (num_sums * width) + columns
     tl.store(program_sums, gain_sum, mask=is_column)
     if has_means:

@@ -38,6 +38,7 @@ _SIZE_NAMES = (
     "num_key_value_heads",
 )
 _NUM_EXPERTS_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SIZE_REMEDY = "change config.json or --config_overrides."
 _MAX_LAYERS = 1000
 """The deepest model trained so far (Wang et al. 2022); each layer takes time to build."""
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -224,17 +225,16 @@ def _check_sizes(config: PreTrainedConfig) -> None:
     """Refuse sizes that would fail later in the library, when the model is built or runs."""
     text_config = config.get_text_config()
     size_by_name = _select_integer_fields(text_config, _SIZE_NAMES)
-    remedy = "change config.json or --config_overrides."
     for name, size in size_by_name.items():
         if size < 1:
             raise ConfigError(
                 f"The {config.model_type} model cannot have {name}={size}, which must be at least "
-                f"1: {remedy}"
+                f"1: {_SIZE_REMEDY}"
             )
     if size_by_name.get("num_hidden_layers", 0) > _MAX_LAYERS:
         raise ConfigError(
             f"The {config.model_type} model cannot have num_hidden_layers="
-            f"{size_by_name['num_hidden_layers']}, more than {_MAX_LAYERS}: {remedy}"
+            f"{size_by_name['num_hidden_layers']}, more than {_MAX_LAYERS}: {_SIZE_REMEDY}"
         )
     num_heads = size_by_name.get("num_attention_heads", 1)
     num_key_value_heads = size_by_name.get("num_key_value_heads", num_heads)
@@ -243,15 +243,21 @@ def _check_sizes(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"The {config.model_type} model has num_attention_heads={num_heads} and "
             f"num_key_value_heads={num_key_value_heads}, and the first must be a multiple of the "
-            f"second: {remedy}"
+            f"second: {_SIZE_REMEDY}"
         )
+    _check_expert_counts(config)
+
+
+def _check_expert_counts(config: PreTrainedConfig) -> None:
+    """Refuse a router that chooses no expert, or more experts than there are."""
+    text_config = config.get_text_config()
     num_experts_by_name = _select_integer_fields(text_config, _NUM_EXPERTS_NAMES)
     num_experts = max(num_experts_by_name.values(), default=0)  # 0 in dense variants
     for name, num_chosen in _select_integer_fields(text_config, EXPERTS_PER_TOKEN_NAMES).items():
         if num_experts > 0 and not 1 <= num_chosen <= num_experts:
             raise ConfigError(
                 f"The {config.model_type} model cannot have {name}={num_chosen}, which must be at "
-                f"least 1 and at most {num_experts}, its number of experts: {remedy}"
+                f"least 1 and at most {num_experts}, its number of experts: {_SIZE_REMEDY}"
             )
 
 

@@ -253,7 +253,7 @@ class LanguageModelLoss(nn.Module):
         if self._has_aligned_products(hidden.device):
             num_tokens, width = hidden.shape
             is_in_place = self._softmax is not None  # the kernel's gradient replaces the logits
-            return self._chunks.rows(num_tokens, num_columns, width, is_in_place=is_in_place)
+            return self._chunks.choose_rows(num_tokens, num_columns, width, is_in_place=is_in_place)
         if self._chunk_bytes is None:
             return max(_CPU_MIN_ROWS, _CPU_CHUNK_BYTES // (4 * num_columns))
         return max(1, self._chunk_bytes // (4 * num_columns))
@@ -290,7 +290,9 @@ class HeadLoss(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Call `chunked_cross_entropy` for the head, with the same arguments and results."""
         weight, bias = self.head.weight, self.head.bias
-        is_padded = column_multiple > 1
+        logits_buffer = None
+        if column_multiple == 1:
+            logits_buffer = self._get_logits_buffer(hidden, chunk_rows, weight)
         return chunked_cross_entropy(
             hidden,
             weight,
@@ -298,9 +300,7 @@ class HeadLoss(nn.Module):
             labels,
             chunk_rows=chunk_rows,
             column_multiple=column_multiple,
-            logits_buffer=None
-            if is_padded
-            else self._get_logits_buffer(hidden, chunk_rows, weight),
+            logits_buffer=logits_buffer,
             **options,
         )
 

@@ -41,7 +41,9 @@ class LossChunks:
     num_bytes: int
     num_multiprocessors: int | None
 
-    def rows(self, num_tokens: int, num_columns: int, width: int, *, is_in_place: bool) -> int:
+    def choose_rows(
+        self, num_tokens: int, num_columns: int, width: int, *, is_in_place: bool
+    ) -> int:
         """Return the tokens per chunk, a multiple of 128.
 
         Args:

@@ -72,14 +72,14 @@ def split_groups(
         chosen_settings: Settings of the chosen parameters; None leaves them out.
         other_settings: Settings of the others; None leaves them out.
     """
-    split: list[dict[str, Any]] = []
+    subgroups: list[dict[str, Any]] = []
     for group in groups:
         group_chosen = [param for param in group["params"] if param in chosen_params]
         group_others = [param for param in group["params"] if param not in chosen_params]
         for params, settings in ((group_chosen, chosen_settings), (group_others, other_settings)):
             if params and settings is not None:
-                split.append(group | {"params": params} | settings)
-    return split
+                subgroups.append(group | {"params": params} | settings)
+    return subgroups
 
 
 def scale_learning_rates(

@@ -207,7 +207,7 @@ def schedule_problems(options: OptimizerOptions) -> list[str]:
             "none; choose constant_with_warmup."
         )
     try:
-        settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
+        settings = parse_scheduler_kwargs(options.lr_scheduler_kwargs, kind=kind)
     except ConfigError as error:
         return [*problems, str(error)]
     if "power" in settings and options.cooldown_shape != "linear":
@@ -233,7 +233,7 @@ _SETTING_BY_SCHEDULER_TYPE = {
 """The only setting of a schedule, by `lr_scheduler_type`."""
 
 
-def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
+def parse_scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
     """Return the settings of a schedule.
 
     Args:
@@ -245,7 +245,7 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
     """
     if text is None:
         return {}
-    settings = _parse_scheduler_kwargs(text)
+    settings = _split_scheduler_kwargs(text)
     allowed_name = _SETTING_BY_SCHEDULER_TYPE.get(kind)
     for name, value in settings.items():
         if name != allowed_name:
@@ -261,7 +261,7 @@ def scheduler_kwargs(text: str | None, *, kind: str) -> dict[str, float]:
     return settings
 
 
-def _parse_scheduler_kwargs(text: str) -> dict[str, Any]:
+def _split_scheduler_kwargs(text: str) -> dict[str, Any]:
     """Return the settings in a text such as `num_cycles=3` or `{"num_cycles": 3}`.
 
     Raises:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from llm.errors import ConfigError
-from llm.optim.options import OptimizerOptions, scheduler_kwargs
+from llm.optim.options import OptimizerOptions, parse_scheduler_kwargs
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
@@ -74,7 +74,7 @@ def make_schedule(
 
 def _make_shape(options: OptimizerOptions, shape_name: str) -> Shape:
     """Return the decay from 1 to 0 with a name in `_SHAPES`, with the settings of the options."""
-    settings = scheduler_kwargs(options.lr_scheduler_kwargs, kind=options.lr_scheduler_type)
+    settings = parse_scheduler_kwargs(options.lr_scheduler_kwargs, kind=options.lr_scheduler_type)
     if shape_name != "warmup_stable_decay":
         return partial(_SHAPES[shape_name], **settings)
     decay = _DECAY_BY_COOLDOWN_SHAPE[options.cooldown_shape]

@@ -14,7 +14,7 @@ def short_name(host: str) -> str:
 
 
 def add_bad_nodes(path: str, hosts: Iterable[str]) -> list[str]:
-    """Add hosts to the file; return the new ones."""
+    """Add hosts to the list of bad nodes in a file; return the new ones."""
     list_path = Path(path)
     text = list_path.read_text(encoding="utf-8") if list_path.exists() else ""
     new_hosts = sorted({short_name(host) for host in hosts}.difference(text.split()))

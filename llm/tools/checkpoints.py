@@ -138,7 +138,7 @@ class Entry:
 
 @program
 def main(argv: Sequence[str]) -> int:
-    """Run the program; return the exit exit_code."""
+    """Run the program; return the exit code."""
     ignore_ranks()
     is_average = [*argv[:1]] == ["average"]
     options = parse(

@@ -83,7 +83,7 @@ class InspectOptions:
 
 @program
 def main(argv: Sequence[str]) -> int:
-    """Run the program; return the exit exit_code."""
+    """Run the program; return the exit code."""
     ignore_ranks()
     options = parse(
         InspectOptions,

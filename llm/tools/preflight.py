@@ -77,10 +77,10 @@ def main(argv: Sequence[str]) -> int:
     )
     adopt_launcher()
     raise_file_limit()
-    return check(options, world_from_environment())
+    return check_rank(options, world_from_environment())
 
 
-def check(options: PreflightOptions, world: World) -> int:
+def check_rank(options: PreflightOptions, world: World) -> int:
     """Run the checks on one rank; rank 0 prints the result. Returns the exit code."""
     try:
         description = describe_rank(world)
@@ -181,7 +181,7 @@ class Board:
 
 
 def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
-    """Run the checks of several ranks through a store; return the exit exit_code of this rank."""
+    """Run the checks of several ranks through a store; return the exit code of this rank."""
     board = open_board(world, timeout=options.timeout)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)

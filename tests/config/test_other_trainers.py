@@ -179,7 +179,7 @@ def test_every_answer_of_the_other_programs_is_an_option_of_one_of_them():
 
 def test_every_remark_is_made_by_the_trainer():
     for name in other_trainers.REMARKS:
-        assert other_trainers.find_counterpart(name, TRAINER, dashes="--"), name
+        assert other_trainers.describe_counterpart(name, TRAINER, dashes="--"), name
 
 
 @dataclasses.dataclass(kw_only=True)

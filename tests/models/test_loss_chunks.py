@@ -43,7 +43,7 @@ def test_chunks_fill_the_waves_of_the_multiprocessors(
     tokens, columns, width, multiprocessors, rows
 ):
     chunks = LossChunks(num_bytes=2**30, num_multiprocessors=multiprocessors)
-    assert chunks.rows(tokens, columns, width, is_in_place=True) == rows
+    assert chunks.choose_rows(tokens, columns, width, is_in_place=True) == rows
 
 
 def test_no_other_size_that_fits_has_fewer_waves_than_gpt2s():
@@ -59,10 +59,12 @@ def test_no_other_size_that_fits_has_fewer_waves_than_gpt2s():
 
 def test_chunks_on_unknown_multiprocessors_are_equal():
     chunks = LossChunks(num_bytes=2**30, num_multiprocessors=None)
-    assert chunks.rows(65536, GPT2, 768, is_in_place=True) == equal_chunk_rows(
+    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=True) == equal_chunk_rows(
         65536, GPT2, 2 * 2**30
     )
-    assert chunks.rows(65536, GPT2, 768, is_in_place=False) == equal_chunk_rows(65536, GPT2, 2**30)
+    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=False) == equal_chunk_rows(
+        65536, GPT2, 2**30
+    )
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ def whole_logits(monkeypatch):
     """Plans count the logits of all tokens at once, as a model without a plain output head does."""
 
     def make_loss(model, **settings):
-        return LanguageModelLoss(model, **settings | {"chunked": False})
+        return LanguageModelLoss(model, **settings | {"is_chunked": False})
 
     monkeypatch.setattr(plan_trace, "LanguageModelLoss", make_loss)
 

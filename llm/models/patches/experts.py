@@ -23,17 +23,17 @@ def autocast_grouped_products() -> None:
     transformers casts their inputs to float32.
     """
     for device_type in ("cpu", "cuda", "xpu"):
-        key = f"Autocast{device_type.upper()}"
-        kernel = functools.partial(_autocast_grouped_product, device_type, key)
-        _LIBRARY.impl("_grouped_mm", kernel, key)
+        dispatch_key = f"Autocast{device_type.upper()}"
+        kernel = functools.partial(_autocast_grouped_product, device_type, dispatch_key)
+        _LIBRARY.impl("_grouped_mm", kernel, dispatch_key)
 
 
 def _autocast_grouped_product(
-    device_type: str, key: str, lhs: Tensor, rhs: Tensor, *args: Any, **kwargs: Any
+    device_type: str, dispatch_key: str, lhs: Tensor, rhs: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute a grouped product in the dtype of autocast; `key` is autocast's dispatch key."""
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    with torch._C._ExcludeDispatchKeyGuard(keys):  # dispatch continues below autocast
+    """Compute a grouped product in the dtype of autocast, which has this dispatch key."""
+    autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    with torch._C._ExcludeDispatchKeyGuard(autocast_keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
         lhs, rhs = lhs.to(dtype), _cast_weights(rhs, dtype)
         product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
@@ -71,10 +71,9 @@ def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
     copy the weights of each token's experts, but on the meta device this takes no memory. A model
     on another device does not change.
     """
-    has_values = model.device.type != "meta"
-    configs: list[Any] = (
-        [] if has_values else [experts.config for experts in find_experts(model).values()]
-    )
+    configs: list[Any] = []
+    if model.device.type == "meta":
+        configs = [experts.config for experts in find_experts(model).values()]
     kernels = [config._experts_implementation for config in configs]
     for config in configs:
         config._experts_implementation = "batched_mm"

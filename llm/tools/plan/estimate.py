@@ -50,14 +50,14 @@ def list_transfers(job: Job, dims: ParallelDims) -> list[Transfer]:
     """
     traffic = _RankTraffic(job, dims)
     candidates = [
-        traffic.tensor_transfer(),
-        traffic.context_transfer(),
-        traffic.shard_transfer(),
-        traffic.expert_transfer(),
-        traffic.shared_expert_transfer(),
-        traffic.matrix_transfer(),
-        traffic.replicate_transfer(),
-        traffic.pipeline_transfer(),
+        traffic.estimate_tensor_transfer(),
+        traffic.estimate_context_transfer(),
+        traffic.estimate_shard_transfer(),
+        traffic.estimate_expert_transfer(),
+        traffic.estimate_shared_expert_transfer(),
+        traffic.estimate_matrix_transfer(),
+        traffic.estimate_replicate_transfer(),
+        traffic.estimate_pipeline_transfer(),
     ]
     return [transfer for transfer in candidates if transfer is not None]
 
@@ -100,7 +100,7 @@ class _RankTraffic:
         """Passes through a block per micro-batch: forward, backward and recomputation."""
         return 2 + (self._job.options.activation_checkpointing == "full")
 
-    def tensor_transfer(self) -> Transfer | None:
+    def estimate_tensor_transfer(self) -> Transfer | None:
         """Return the all-reduces of hidden states, or the gathers and reduce-scatters."""
         tensor = self._dims.tensor
         if tensor == 1:
@@ -113,9 +113,11 @@ class _RankTraffic:
             # The gradient of each matrix's input, in the precision of the residual stream.
             layer_bytes += self._job.column_matrices * self._tokens * self._trace.width * FP32
         size = self._num_layers * self._micro_batches * layer_bytes * 2 * (tensor - 1) / tensor
-        return _count_ring("tensor", "sums of hidden states", size, tensor, self._ranks_per_node)
+        return _make_ring_transfer(
+            "tensor", "sums of hidden states", size, tensor, self._ranks_per_node
+        )
 
-    def context_transfer(self) -> Transfer | None:
+    def estimate_context_transfer(self) -> Transfer | None:
         """Return the keys and values that travel around the ring of context parallelism."""
         context = self._dims.context
         if context == 1:
@@ -124,9 +126,9 @@ class _RankTraffic:
         num_passes = self._num_passes * self._num_layers * self._micro_batches
         size = num_passes * (context - 1) * key_bytes
         ranks_per_node = self._ranks_per_node // self._dims.tensor
-        return _count_ring("context", "keys and values", size, context, ranks_per_node)
+        return _make_ring_transfer("context", "keys and values", size, context, ranks_per_node)
 
-    def shard_transfer(self) -> Transfer | None:
+    def estimate_shard_transfer(self) -> Transfer | None:
         """Return the gathers of sharded weights, and the reduce-scatters of their gradients."""
         shards, options = self._shards, self._job.options
         if shards == 1:
@@ -147,17 +149,17 @@ class _RankTraffic:
 
         size = message_bytes * (shards - 1) / shards
         ranks_per_node = self._ranks_per_node // self._dims.tensor
-        return _count_ring("shard", "weights and gradients", size, shards, ranks_per_node)
+        return _make_ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node)
 
-    def expert_transfer(self) -> Transfer | None:
+    def estimate_expert_transfer(self) -> Transfer | None:
         """Return the all-to-alls of tokens with expert parallelism."""
         if not self._experts.message_bytes:
             return None
         num_messages = _num_expert_layers(self._job, self._dims) * self._micro_batches
         size = num_messages * self._experts.message_bytes
-        return _count_exchange(size, self._dims.expert, self._ranks_per_node)
+        return _make_all_to_all_transfer(size, self._dims.expert, self._ranks_per_node)
 
-    def shared_expert_transfer(self) -> Transfer | None:
+    def estimate_shared_expert_transfer(self) -> Transfer | None:
         """Return the gathers of experts that ranks share, and the reduce-scatters of gradients."""
         if not self._experts.gathered_elements:
             return None
@@ -166,7 +168,7 @@ class _RankTraffic:
         num_passes = _num_expert_layers(self._job, self._dims) * self._micro_batches
         element_bytes = 2 * self._activation_width + FP32  # two gathers, and a reduce-scatter
         size = num_passes * self._experts.gathered_elements * element_bytes
-        return _count_ring(
+        return _make_ring_transfer(
             "expert",
             "weights and gradients of experts",
             size * (num_sharing - 1) / num_sharing,
@@ -174,7 +176,7 @@ class _RankTraffic:
             self._ranks_per_node // expert,
         )
 
-    def matrix_transfer(self) -> Transfer | None:
+    def estimate_matrix_transfer(self) -> Transfer | None:
         """Return the shards of gradients sent to the owners of matrices, and their updates back."""
         traffic = self._job.optimizer.traffic
         num_ranks = self._shards * self._dims.tensor
@@ -190,10 +192,10 @@ class _RankTraffic:
         size = shard_bytes * (num_ranks - 1) / num_ranks
         axis = "shard" if self._shards > 1 else "tensor"
         what = "whole matrices to their owners and back"
-        ring = _count_ring(axis, what, size, num_ranks, self._ranks_per_node)
+        ring = _make_ring_transfer(axis, what, size, num_ranks, self._ranks_per_node)
         return dataclasses.replace(ring, overlapped=False)
 
-    def replicate_transfer(self) -> Transfer | None:
+    def estimate_replicate_transfer(self) -> Transfer | None:
         """Return the all-reduces of gradients over replicas."""
         replicate = self._dims.replicate
         if replicate == 1:
@@ -205,9 +207,9 @@ class _RankTraffic:
             gradient_elements -= self._num_layers * elements_elsewhere
         size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / self._shards
         ranks_per_node = self._ranks_per_node // (self._dims.tensor * self._shards)
-        return _count_ring("replicate", "gradients", size, replicate, ranks_per_node)
+        return _make_ring_transfer("replicate", "gradients", size, replicate, ranks_per_node)
 
-    def pipeline_transfer(self) -> Transfer | None:
+    def estimate_pipeline_transfer(self) -> Transfer | None:
         """Return the hidden states between stages, and their gradients."""
         if self._dims.pipeline == 1:
             return None
@@ -233,7 +235,7 @@ def _num_expert_layers(job: Job, dims: ParallelDims) -> int:
     )
 
 
-def _count_ring(
+def _make_ring_transfer(
     axis: str, what: str, num_bytes: float, num_ranks: int, ranks_per_node: int
 ) -> Transfer:
     """Count a collective: each rank sends `num_bytes`, and a node holds `ranks_per_node`."""
@@ -249,7 +251,7 @@ def _count_ring(
     )
 
 
-def _count_exchange(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
+def _make_all_to_all_transfer(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
     """Count an all-to-all: each rank sends equal parts of `num_bytes` to all ranks and itself."""
     ranks_on_node = max(1, min(num_ranks, ranks_per_node))
     return Transfer(

@@ -48,22 +48,22 @@ def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
     options, trace = job.options, job.trace(dims.tensor, dims.context)
     param_counts = job.param_counts(dims.tensor)
     block = param_counts.blocks[param_counts.typical_layer]
-    experts = [p for p in block if p in param_counts.experts]
-    stacks = [p for p in experts if p.ndim == 3]
+    expert_params = [p for p in block if p in param_counts.experts]
+    stacks = [p for p in expert_params if p.ndim == 3]  # [experts, rows, columns]
     is_half = options.mixed_precision != "no"
     element_bytes = _HALF if is_half else FP32
-    is_recomputed = options.activation_checkpointing != "none"
     num_products = 4 if options.activation_checkpointing == "full" else 3
-    num_messages = 4 + 2 * is_recomputed
+    num_messages = 4 if options.activation_checkpointing == "none" else 6
     excess_rows = (FULLEST_LOAD - 1) * trace.expert_rows
-    local_elements = num_elements(experts) // dims.expert
+    local_elements = num_elements(expert_params) // dims.expert
+    # Ranks that share experts gather them in half precision already.
     is_gathered = dims.shard > dims.expert
     return ExpertCosts(
-        elements=num_elements(experts),
+        elements=num_elements(expert_params),
         local_elements=local_elements,
         activations=excess_rows * element_bytes * sum(p.shape[1] + p.shape[2] for p in stacks),
-        casts=_HALF * local_elements * is_half * (not is_gathered),
-        gathered_elements=local_elements * is_gathered,
+        casts=_HALF * local_elements if is_half and not is_gathered else 0,
+        gathered_elements=local_elements if is_gathered else 0,
         flops=excess_rows * 2 * num_products * sum(p.numel() / len(p) for p in stacks),
         message_bytes=num_messages * FULLEST_LOAD * trace.expert_rows * trace.width * element_bytes,
     )

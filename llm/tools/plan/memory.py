@@ -117,6 +117,7 @@ class StagePlan:
         blocks = (self.param_counts.blocks[index] for index in layer_indices)
         parameters = [*itertools.chain(self.other_weights, *blocks)]
         self.unsharded_trained_elements = num_elements(p for p in parameters if p.requires_grad)
+        # Experts may be divided over other ranks than the rest.
         expert_params = [p for p in parameters if p in self.param_counts.experts]
         other_params = [p for p in parameters if p not in self.param_counts.experts]
         expert_ranks = dims.expert if dims.experts_alone else self.num_shards
@@ -315,16 +316,16 @@ class StagePlan:
         rank's experts, which are not gathered.
         """
         trace, experts = self.trace, self.experts
-        casts = trace.block_casts if self.gathers_casts else 0
+        cast_bytes = trace.block_casts if self.gathers_casts else 0
         expert_bytes: float = 0
         if experts.elements:
-            if casts == 0 < trace.block_casts:  # of all experts
-                casts = min(trace.block_casts, HALF * experts.elements)
+            if cast_bytes == 0 < trace.block_casts:  # of all experts
+                cast_bytes = min(trace.block_casts, HALF * experts.elements)
             is_recomputed = self.job.options.activation_checkpointing != "none"
             num_expert_layers = 1 if is_recomputed else num_layers
             expert_bytes = (experts.casts + experts.activations) * num_expert_layers
         input_bytes = trace.inputs if self.stage == 0 else trace.hidden
-        return input_bytes + num_layers * (trace.block - casts) + expert_bytes
+        return input_bytes + num_layers * (trace.block - cast_bytes) + expert_bytes
 
     def _memory_at(
         self,

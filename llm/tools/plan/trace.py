@@ -248,9 +248,9 @@ def trace(
         labels = torch.zeros_like(ids)
         meter = MemoryMeter([ids, labels, *model.parameters(), *model.buffers()])
         loss = _make_loss(model, options, memory_bytes=memory_bytes, tensor=tensor)
-        marks = _Marks(find_blocks(model)[0], meter)
+        recorder = _BlockRecorder(find_blocks(model)[0], meter)
         try:
-            _run_micro_batch(loss, ids, labels, autocast, marks)
+            _run_micro_batch(loss, ids, labels, autocast, recorder)
         except LLMError:
             raise
         except Exception as error:  # such as shapes that depend on the tokens
@@ -258,7 +258,7 @@ def trace(
                 f"The {model.config.model_type} model cannot be planned, because its passes do not "
                 f"run without data: {one_line(error)}."
             ) from error
-    return _make_trace(marks, model, tensor=tensor, is_compiled=is_compiled, is_cpu=is_cpu)
+    return _make_trace(recorder, model, tensor=tensor, is_compiled=is_compiled, is_cpu=is_cpu)
 
 
 def _make_loss(
@@ -277,13 +277,18 @@ def _make_loss(
 
 
 def _make_trace(
-    marks: "_Marks", model: PreTrainedModel, *, tensor: int, is_compiled: bool, is_cpu: bool
+    recorder: "_BlockRecorder",
+    model: PreTrainedModel,
+    *,
+    tensor: int,
+    is_compiled: bool,
+    is_cpu: bool,
 ) -> Trace:
-    """Return the trace from the marks of a forward and a backward pass."""
+    """Return the trace from the records of a forward and a backward pass."""
     gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     head_bytes = sum(p.nbytes for p in model.get_output_embeddings().parameters())
     config = model.config.get_text_config()
-    levels, flops = marks.levels, marks.flops
+    levels, flops = recorder.levels, recorder.flops
     block_start, block_end = levels["block"], levels["block done"]
     backward_start, backward_end = levels["backward"], levels["backward done"]
 
@@ -305,10 +310,10 @@ def _make_trace(
         block_backward_extra=backward_end.peak - backward_start.live,
         block_flops=forward_flops + flops["backward done"] - flops["backward"],
         loss_flops=flops["backward"] - flops["block done"],
-        hidden=marks.hidden,
+        hidden=recorder.hidden_bytes,
         width=config.hidden_size,
         key_width=_key_width(config) // tensor,
-        expert_rows=marks.expert_rows,
+        expert_rows=recorder.expert_rows,
     )
 
 
@@ -322,19 +327,23 @@ def _softmax_kernel(
 
 
 def _run_micro_batch(
-    loss: LanguageModelLoss, ids: Tensor, labels: Tensor, autocast: torch.autocast, marks: "_Marks"
+    loss: LanguageModelLoss,
+    ids: Tensor,
+    labels: Tensor,
+    autocast: torch.autocast,
+    recorder: "_BlockRecorder",
 ) -> None:
     """Run the forward and backward pass, and mark the levels after the loss and at the end."""
-    with marks.count_operations():
+    with recorder.count_operations():
         with autocast:
             objective, _ = loss(ids, labels)
-        marks.mark("loss")
+        recorder.mark("loss")
         objective.backward()
         del objective  # its graph holds the tensors that checkpointing has recomputed
         for _ in range(10):  # in cycles, which may take several rounds to free
             if not gc.collect():
                 break
-        marks.mark("end")
+        recorder.mark("end")
 
 
 def _key_width(config: PreTrainedConfig) -> int:
@@ -344,15 +353,15 @@ def _key_width(config: PreTrainedConfig) -> int:
     return 2 * key_heads * head_width(config) if heads else 0
 
 
-class _Marks:
-    """Memory and FLOPs at the ends of one block, forward and backward."""
+class _BlockRecorder:
+    """Records memory and FLOPs at the ends of one block, forward and backward."""
 
     def __init__(self, block: nn.Module, meter: MemoryMeter) -> None:
         self._meter = meter
         self._counter = FlopCounterMode(display=False, custom_mapping=_FLOPS_BY_OPERATION)
         self.levels: dict[str, Level] = {}
         self.flops: dict[str, float] = {}
-        self.hidden = 0
+        self.hidden_bytes = 0
         self.expert_rows = 0
         for experts in find_experts(block).values():
             experts.register_forward_pre_hook(self._on_experts)
@@ -362,6 +371,7 @@ class _Marks:
 
     @contextlib.contextmanager
     def count_operations(self) -> Iterator[None]:
+        """Count FLOPs and memory inside the context, without Python's garbage collector."""
         # Python would collect the graph's cycles at unpredictable times and change the numbers.
         was_enabled = gc.isenabled()
         gc.disable()
@@ -375,6 +385,7 @@ class _Marks:
                 gc.enable()
 
     def mark(self, name: str) -> None:
+        """Record the level of memory and the FLOPs so far; the first mark of a name counts."""
         if name not in self.levels:
             self.levels[name] = self._meter.mark()
             self.flops[name] = float(self._counter.get_total_flops())
@@ -382,7 +393,7 @@ class _Marks:
     def _on_block_start(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if "block" not in self.levels:
             hidden = args[0] if args else kwargs["hidden_states"]
-            self.hidden = hidden.nbytes
+            self.hidden_bytes = hidden.nbytes
             hidden.register_hook(lambda _: self.mark("backward done"))
             self.mark("block")
 
