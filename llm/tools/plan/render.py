@@ -231,7 +231,9 @@ def _compare_expert_layouts(job: Job, plan: Estimate) -> list[str]:
     )
     speedup = gathered.step_seconds / divided.step_seconds
     verdict = f"it is {speedup:.2f} times as fast"
-    if speedup < 1:
+    if 0.995 < speedup < 1.005:
+        verdict = "there is no difference in time"
+    elif speedup < 1:
         verdict = f"without it, a step is {1 / speedup:.2f} times as fast"
     return [
         f"experts: with --expert_parallel_size {divided.dims.expert} a step takes {divided_costs}, "
