@@ -22,9 +22,9 @@ from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
-from llm.trainers.gpt.config import planned_run_problems, preset_options
+from llm.trainers.gpt.config import find_planned_run_problems, read_preset_options
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import choose_factory, make_extensions, transforms_of
+from llm.trainers.gpt.seams import choose_factory, list_transforms, make_extensions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,9 +63,9 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m benchmarks.coordinate_check",
         description="Train models of several widths for some steps, with and without --mup, and "
         "plot the sizes of their activations.",
-        inherit=preset_options,
+        inherit=read_preset_options,
     )
-    problems = planned_run_problems(options)
+    problems = find_planned_run_problems(options)
     if not options.mup:
         problems.append("The coordinate check is of --mup; give it, and --mup_base_width.")
     if problems:
@@ -158,7 +158,7 @@ def activation_sizes(options: GPTConfig) -> dict[str, list[float]]:
 
     config = load_config(options)
     vocab_size = config.get_text_config().vocab_size
-    transforms = transforms_of(make_extensions(options), config)
+    transforms = list_transforms(make_extensions(options), config)
     model = build_model(
         options,
         config,

@@ -153,7 +153,7 @@ def theory(setting: DelaySetting, mode: str) -> float:
     if mode in ("allreduce", "diloco"):
         total = sum(link_bytes(everyone, setting.model_bytes).values())
         return total / setting.ranks / (setting.sync_every if mode == "diloco" else 1)
-    rounds = make_rounds(mode, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node)
+    rounds = make_rounds(mode, num_ranks=setting.ranks, ranks_per_node=setting.ranks_per_node)
     total = sum(sum(link_bytes(groups, setting.model_bytes).values()) for groups in rounds)
     return total / len(rounds) / setting.ranks
 

@@ -245,7 +245,7 @@ def train(
     matrices: list[Tensor] = []
     if parsed.mode in TOPOLOGIES:
         rounds = make_rounds(
-            parsed.mode, ranks=setting.ranks, ranks_per_node=setting.ranks_per_node
+            parsed.mode, num_ranks=setting.ranks, ranks_per_node=setting.ranks_per_node
         )
         matrices = [torch.from_numpy(mixing_matrix(groups)).float() for groups in rounds]
     outer = _Outer(replicas, parsed) if parsed.mode == "diloco" else None

@@ -51,7 +51,7 @@ def simulate(topology: str, *, ranks: int, ranks_per_node: int) -> Simulated:
         ranks: Number of ranks.
         ranks_per_node: Ranks of a node.
     """
-    rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+    rounds = make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
     steps = max(200, min(4 * len(rounds), 1000), 2 * ranks)
     distances = consensus_distance(rounds, steps=steps, noise=1.0, dimensions=_DIMENSIONS)
     factor = contraction(rounds)
@@ -135,7 +135,7 @@ def draw(path: Path, sizes: Sequence[int], found: dict[str, list[Simulated]]) ->
     for topology, of_sizes in found.items():
         axes[0].loglog(sizes, [one.distance for one in of_sizes], marker="o", label=topology)
         axes[1].semilogx(sizes, [one.out_of_node for one in of_sizes], marker="o")
-        rounds = make_rounds(topology, ranks=sizes[-1], ranks_per_node=min(4, sizes[-1]))
+        rounds = make_rounds(topology, num_ranks=sizes[-1], ranks_per_node=min(4, sizes[-1]))
         distances = consensus_distance(rounds, steps=40, dimensions=_DIMENSIONS)
         axes[2].semilogy(np.maximum(distances, 1e-16))
     axes[0].set(title="distance from the mean while training", xlabel="ranks")

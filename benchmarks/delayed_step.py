@@ -84,7 +84,7 @@ def make_strategy(options: dict[str, Any]) -> AcceleratedStrategy:
         )
         strategy = DecentralizedStrategy(diloco, accelerator)
     else:
-        rounds = make_rounds(mode, ranks=ranks, ranks_per_node=options["ranks_per_node"])
+        rounds = make_rounds(mode, num_ranks=ranks, ranks_per_node=options["ranks_per_node"])
         strategy = DecentralizedStrategy(Gossip(rounds=rounds), accelerator)
     if mode in ("allreduce", "diloco"):
         factory = OptimizerFactory(lambda model: make_adamw(adamw, model))
@@ -101,7 +101,7 @@ def step(strategy: AcceleratedStrategy, width: int) -> None:
     inputs = torch.ones(1, width)
     strategy.forward_backward([MicroBatch(inputs, inputs)], num_tokens=1)
     strategy.optimizer_step(1.0)
-    strategy.any_rank([False, False])
+    strategy.reduce_flags([False, False])
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from llm.optim.optimizers import make_optimizer
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.seams import make_extensions, transforms_of
+from llm.trainers.gpt.seams import list_transforms, make_extensions
 
 HEAD_DIM = 16
 
@@ -105,7 +105,7 @@ def train(options: MuPBenchmarkOptions, case: Mapping[str, Any]) -> float:
         mup_base_width=options.widths[0],
     )
     config = load_config(shape)
-    transforms = transforms_of(make_extensions(shape), config)
+    transforms = list_transforms(make_extensions(shape), config)
     model = build_model(
         shape,
         config,

@@ -74,7 +74,7 @@ def load(args: argparse.Namespace) -> dict[str, float]:
 
     def read() -> None:
         nonlocal tokens
-        for step in loader.steps(0):
+        for step in loader.read_steps(0):
             tokens += sum(batch.input_ids.numel() for batch in step.micro_batches)
 
     return {**_timed(read), "tokens": tokens, "setup_cpu_seconds": setup}
@@ -107,7 +107,7 @@ def wait(args: argparse.Namespace) -> dict[str, float]:
     loader = _loader(args)
     waited, step_started = 0.0, time.perf_counter()
     begin = None
-    for _ in loader.steps(0):
+    for _ in loader.read_steps(0):
         now = time.perf_counter()
         if begin is None:
             begin = now  # nothing has been read ahead before the first step

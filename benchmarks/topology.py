@@ -80,10 +80,10 @@ def _describe_topology(options: TopologyOptions) -> list[str]:
         raise ConfigError(f"--plot {options.plot} must end with .png or .svg.")
     nodes = options.gossip_group == "nodes"
     if nodes:
-        check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
-        rounds = make_rounds(options.topology, ranks=ranks // ranks_per_node)
+        check_topology("complete", num_ranks=ranks, ranks_per_node=ranks_per_node)
+        rounds = make_rounds(options.topology, num_ranks=ranks // ranks_per_node)
     else:
-        rounds = make_rounds(options.topology, ranks=ranks, ranks_per_node=ranks_per_node)
+        rounds = make_rounds(options.topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
     lines = [f"{options.topology}: {ranks} ranks, {ranks_per_node} in a node"]
     if nodes:
         lines[0] += f", {ranks // ranks_per_node} nodes that average"

@@ -121,7 +121,7 @@ def test_at_most_five_files_read_the_learning_rate():
     assert len(files) <= 5, files
 
 
-def option_classes() -> dict[str, str]:
+def list_option_classes() -> dict[str, str]:
     """The dataclasses whose fields are options, and the modules that declare them."""
     classes = {
         node.name: (name_of(path), node)
@@ -150,7 +150,7 @@ def parameters_of(path: Path) -> Iterator[tuple[str, ast.arg]]:
 
 
 def test_a_package_takes_its_own_options_or_those_of_lower_layers():
-    declared = option_classes()
+    declared = list_option_classes()
     assert {"GPTConfig", "DataOptions", "KFACSettings", "GenerateOptions"} <= declared.keys()
     for path in MODULES:
         name = name_of(path)

@@ -136,12 +136,13 @@ def check_same_parameters(
     Raises:
         CheckpointError: The parameters differ.
     """
-
-    def names_with_contents(state: Mapping[str, Any]) -> set[str]:
-        return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
-
-    if names_with_contents(local_state) != names_with_contents(saved_state):
+    if _names_with_state(local_state) != _names_with_state(saved_state):
         raise CheckpointError(f"The {name} of the saved state has other parameters.")
+
+
+def _names_with_state(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of a state without those of empty dicts."""
+    return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
@@ -149,36 +150,36 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], di
     import torch
 
     tensors: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
+    plain_values: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             tensors[key] = value
         elif isinstance(value, Mapping):
-            child_tensors, plain[key] = split_state(value)
+            child_tensors, plain_values[key] = split_state(value)
             tensors.update({f"{key}/{path}": tensor for path, tensor in child_tensors.items()})
         else:
-            plain[key] = value
-    return tensors, plain
+            plain_values[key] = value
+    return tensors, plain_values
 
 
 def merge_state(
-    plain: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
+    plain_values: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
 ) -> dict[str, Any]:
     """Put the tensors of a part back into its plain values, in place; inverse of `split_state`.
 
     Args:
-        plain: The plain values of the part; changed and returned.
+        plain_values: The plain values of the part; changed and returned.
         tensors: Tensors by path.
         prefix: Name of the part, the first component of the paths of its tensors.
     """
     for path, tensor in tensors.items():
         path_prefix, *keys = path.split("/")
         if path_prefix == prefix:
-            node = plain
+            parent_dict = plain_values
             for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = tensor
-    return plain
+                parent_dict = parent_dict.setdefault(key, {})
+            parent_dict[keys[-1]] = tensor
+    return plain_values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +254,7 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
+def list_checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders named like checkpoints, valid or not, oldest first.
 
     Args:

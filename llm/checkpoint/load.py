@@ -14,7 +14,7 @@ from llm.checkpoint.format import (
     STATE_FILE,
     Checkpoint,
     Stateful,
-    checkpoint_folders,
+    list_checkpoint_folders,
     merge_state,
     model_tensors,
     read_manifest,
@@ -38,7 +38,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
         folder: The run's `checkpoints` folder.
     """
     checkpoints = []
-    for path in checkpoint_folders(folder):
+    for path in list_checkpoint_folders(folder):
         try:
             checkpoint = read_manifest(path)
         except CheckpointError:
@@ -61,7 +61,7 @@ def find_newest_checkpoint(
     Raises:
         ParallelError: Ranks see different folders.
     """
-    folders = checkpoint_folders(folder)
+    folders = list_checkpoint_folders(folder)
     if is_collective:
         _check_same_folders(folder, [path.name for path in folders])
     for path in reversed(folders):
@@ -127,7 +127,7 @@ def _verify_files(checkpoint: Checkpoint, *, is_collective: bool) -> None:
         names = {*checkpoint.files}
         problem = checkpoint.find_problem(files_to_verify=names)
     else:
-        names = _files_of_rank(checkpoint.files)
+        names = _choose_local_files(checkpoint.files)
         problem = checkpoint.find_unlisted_file() if world_from_environment().is_main else None
         problem = problem or checkpoint.find_damage(names, files_to_verify=names)
     if problem is not None:
@@ -172,7 +172,7 @@ def _read_state_file(path: Path, entry: tuple[int, str]) -> bytes:
     return path.read_bytes()
 
 
-def _files_of_rank(files: Mapping[str, tuple[int, str]]) -> set[str]:
+def _choose_local_files(files: Mapping[str, tuple[int, str]]) -> set[str]:
     """Divide the files among ranks by size; return the names of the files that this rank reads.
 
     Args:
@@ -258,7 +258,7 @@ def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.M
     read_tensors(checkpoint, weights, required_prefixes=[f"{part}/"])
 
 
-def list_tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
+def list_saved_tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
     """Return the tensors of a checkpoint by path, on the meta device; every rank calls it.
 
     Raises:
@@ -370,8 +370,8 @@ def _find_unread_tensor(
     )
     if required_prefixes and not is_single_process:
         distributed.all_reduce(read_marks, distributed.ReduceOp.MAX)
-    marks = zip(paths, read_marks.tolist(), strict=True)
-    return next((path for path, mark in marks if mark == 1), None)
+    marks_by_path = zip(paths, read_marks.tolist(), strict=True)
+    return next((path for path, mark in marks_by_path if mark == 1), None)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,12 @@ import logging
 import math
 from pathlib import Path
 
-from llm.checkpoint.format import REPLACED_SUFFIX, Checkpoint, checkpoint_folders, checkpoint_step
+from llm.checkpoint.format import (
+    REPLACED_SUFFIX,
+    Checkpoint,
+    checkpoint_step,
+    list_checkpoint_folders,
+)
 from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.options import CheckpointOptions
 from llm.runtime.files import delete, sync_folder
@@ -60,7 +65,7 @@ def is_permanent(checkpoint: Checkpoint, *, keep_every: int | None) -> bool:
     return any(interval and checkpoint.step % interval == 0 for interval in intervals)
 
 
-def prune(folder: Path, options: CheckpointOptions, *, saved_step: int) -> None:
+def prune_checkpoints(folder: Path, options: CheckpointOptions, *, saved_step: int) -> None:
     """Remove old checkpoints, and point the link `best` to the best remaining one.
 
     If the file system refuses it, this is logged; the next save tries again.
@@ -119,7 +124,7 @@ def mark_superseded(folder: Path, *, step: int) -> None:
         folder: The run's `checkpoints` folder.
         step: Step that training resumed from; later checkpoints are abandoned.
     """
-    for path in checkpoint_folders(folder):
+    for path in list_checkpoint_folders(folder):
         if (checkpoint_step(path) or 0) > step:
             superseded_path = path.with_name(f"{path.name}.superseded")
             if superseded_path.exists():

@@ -150,18 +150,21 @@ class RunFolder:
         """
         # Unlike Path.exists, os.path.exists does not raise if access is denied.
         parents = (self.path, *self.path.absolute().parents)
-        existing = next(path for path in parents if os.path.lexists(path))
-        if not os.path.exists(existing):
+        existing_path = next(path for path in parents if os.path.lexists(path))
+        if not os.path.exists(existing_path):
             raise ConfigError(
-                f"--output_dir {self.path}: {existing} is a link to {os.readlink(existing)}, which "
-                "does not exist; create that folder, or name another one."
+                f"--output_dir {self.path}: {existing_path} is a link to "
+                f"{os.readlink(existing_path)}, which does not exist; create that folder, or name "
+                "another one."
             )
-        if not os.path.isdir(existing):
-            raise ConfigError(f"--output_dir {self.path}: {existing} is a file; name a folder.")
-        # Some file systems, such as /proc, grant access but take no files; `lock` refuses them.
-        if not os.access(existing, os.W_OK | os.X_OK):
+        if not os.path.isdir(existing_path):
             raise ConfigError(
-                f"--output_dir {self.path}: {existing} cannot be written to (you lack the "
+                f"--output_dir {self.path}: {existing_path} is a file; name a folder."
+            )
+        # Some file systems, such as /proc, grant access but take no files; `lock` refuses them.
+        if not os.access(existing_path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"--output_dir {self.path}: {existing_path} cannot be written to (you lack the "
                 "permission, or the file system is read-only); name another folder."
             )
 
@@ -187,15 +190,15 @@ class RunFolder:
 
     def _list_training_files(self) -> list[Path]:
         """Return the files in this folder that a run writes before it exports its model."""
-        candidates = [self.path / name for name in _RUN_FILES]
+        candidate_paths = [self.path / name for name in _RUN_FILES]
         for name, pattern in _FILE_PATTERNS_BY_FOLDER.items():
             folder = self.path / name
             if folder.is_dir():
                 entries = sorted(folder.iterdir())
-                candidates += [path for path in entries if re.fullmatch(pattern, path.name)]
+                candidate_paths += [path for path in entries if re.fullmatch(pattern, path.name)]
             else:  # a file or a link with the name of the folder, or nothing
-                candidates.append(folder)
-        return [path for path in candidates if os.path.lexists(path)]
+                candidate_paths.append(folder)
+        return [path for path in candidate_paths if os.path.lexists(path)]
 
     def would_overwrite(self, source: Path) -> bool:
         """Return whether a fresh run in this folder might remove or replace an input.
@@ -211,13 +214,13 @@ class RunFolder:
         run_paths = _path_spellings(*run_folders, *training_files, *model_files)
         links = []
         for parent, folders, files in os.walk(source):
-            entries = [Path(parent, name) for name in (*folders, *files)]
-            links += [entry for entry in entries if entry.is_symlink()]
+            folder_entries = [Path(parent, name) for name in (*folders, *files)]
+            links += [entry for entry in folder_entries if entry.is_symlink()]
         source_paths = _path_spellings(source, *links)
-        overlaps = any(
+        is_in_run = any(
             path in run_paths or not run_paths.isdisjoint(path.parents) for path in source_paths
         )
-        return overlaps or os.path.realpath(source) == os.path.realpath(self.path)
+        return is_in_run or os.path.realpath(source) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
         """Refuse to resume a finished run without checkpoints, which would start it again.

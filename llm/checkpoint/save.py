@@ -33,7 +33,7 @@ from llm.checkpoint.format import (
     write_manifest,
 )
 from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune
+from llm.checkpoint.retention import clear_leftovers, commit_checkpoint, prune_checkpoints
 from llm.checkpoint.snapshot import (
     HostCopies,
     OwnerRanks,
@@ -166,24 +166,7 @@ class Saver:
                 f"The save of step {step} waited {waited_seconds:.1f} s for the copy of the last "
                 "checkpoint."
             )
-        state, plain = split_state({name: part.state_dict() for name, part in self._parts.items()})
-        local_tensors, file_index_by_path = assign_writers(
-            state, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
-        )
-        self._pending_copies = copy_to_host(
-            local_tensors, self._buffers, blocking_paths=self._blocking_paths
-        )
-        snapshot = Snapshot(
-            step=step,
-            copies=self._pending_copies,
-            file_index_by_path=file_index_by_path,
-            plain=json.dumps(plain),
-            metadata={
-                **self._metadata,
-                "eval_loss": eval_loss,
-                "keep_every": self._options.keep_every,
-            },
-        )
+        snapshot = self._take_snapshot(step=step, eval_loss=eval_loss)
         self.blocked_seconds = time.perf_counter() - start_time
         if not self._options.async_checkpoint and self._staging is None:
             self._save_snapshot(snapshot)
@@ -195,6 +178,34 @@ class Saver:
         self._thread.start()
         if not self._options.async_checkpoint:
             self._may_continue.wait()
+
+    def _take_snapshot(self, *, step: int, eval_loss: float | None) -> Snapshot:
+        """Return the state of all parts; the copies of this rank's tensors may still be running.
+
+        Args:
+            step: Optimizer steps done.
+            eval_loss: The validation loss at this step, if known.
+        """
+        tensors, plain = split_state(
+            {name: part.state_dict() for name, part in self._parts.items()}
+        )
+        local_tensors, file_index_by_path = assign_writers(
+            tensors, rank=self._rank, world_size=self._world_size, owner_ranks=self._owner_ranks
+        )
+        self._pending_copies = copy_to_host(
+            local_tensors, self._buffers, blocking_paths=self._blocking_paths
+        )
+        return Snapshot(
+            step=step,
+            copies=self._pending_copies,
+            file_index_by_path=file_index_by_path,
+            plain=json.dumps(plain),
+            metadata={
+                **self._metadata,
+                "eval_loss": eval_loss,
+                "keep_every": self._options.keep_every,
+            },
+        )
 
     def before_update(self) -> None:
         """Make later operations on the device wait for the copies of the last save.
@@ -262,22 +273,32 @@ class Saver:
             self._may_continue.set()
         if problem is not None:
             self._remove_unfinished()
-            place = "" if staged is None else f" It stays in {staged.checkpoint.path}."
+            staging_note = "" if staged is None else f" It stays in {staged.checkpoint.path}."
             self._error = CheckpointError(
                 f"The checkpoint of step {snapshot.step} could not be written to {self._folder} "
-                f"({problem}); earlier checkpoints are untouched.{place}"
+                f"({problem}); earlier checkpoints are untouched.{staging_note}"
             )
             return
         self._num_failures = 0
-        staging_note = ""
         if self._staging is not None and staged is not None:
             self._staging.remove(range(snapshot.step + 1))
-            staging_note = f"staged in {staged.seconds:.1f} s, "
+        self._log_save(snapshot.step, staged, write_seconds=time.perf_counter() - start_time)
+
+    def _log_save(
+        self, step: int, staged: StagedCheckpoint | None, *, write_seconds: float
+    ) -> None:
+        """Log a checkpoint that has its final name.
+
+        Args:
+            step: Its step.
+            staged: The node-local files that it was copied from, if any.
+            write_seconds: The time from the snapshot to the final name.
+        """
+        staging_note = "" if staged is None else f"staged in {staged.seconds:.1f} s, "
         logger.info(
-            f"Saved {self._folder / checkpoint_name(snapshot.step)} (blocked training for "
-            f"{self.blocked_seconds:.2f} s, {staging_note}written in "
-            f"{time.perf_counter() - start_time:.1f} s).",
-            extra=event("save", step=snapshot.step, checkpoint=checkpoint_name(snapshot.step)),
+            f"Saved {self._folder / checkpoint_name(step)} (blocked training for "
+            f"{self.blocked_seconds:.2f} s, {staging_note}written in {write_seconds:.1f} s).",
+            extra=event("save", step=step, checkpoint=checkpoint_name(step)),
         )
 
     def _stage_checkpoint(
@@ -301,9 +322,9 @@ class Saver:
             temporary_path = staging.temporary_path(snapshot.step)
             checkpoint, local_files = self._write_files(snapshot, temporary_path)
             if self._group is not None:  # a node has the manifest of all files
-                shared = [checkpoint]
-                dist.broadcast_object_list(shared, src=0, group=self._group)
-                [checkpoint] = shared
+                broadcast_values = [checkpoint]
+                dist.broadcast_object_list(broadcast_values, src=0, group=self._group)
+                [checkpoint] = broadcast_values
             self._on_all_ranks(lambda: staging.commit(checkpoint))
         except CheckpointError as error:
             staging.remove(range(snapshot.step, snapshot.step + 1))
@@ -480,7 +501,7 @@ class Saver:
             # Written last: a folder with a manifest is complete.
             write_manifest(checkpoint)
             commit_checkpoint(checkpoint.path, self._folder / checkpoint_name(checkpoint.step))
-            prune(self._folder, self._options, saved_step=checkpoint.step)
+            prune_checkpoints(self._folder, self._options, saved_step=checkpoint.step)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank; return the results by rank.

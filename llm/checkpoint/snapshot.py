@@ -101,52 +101,94 @@ def assign_writers(
         The tensors of this rank; and for each tensor in `state` the index (from 1) of its file on
         the rank that writes it.
     """
-    bytes_by_rank = [0] * world_size
-    rank_files = [_FileAllocator() for _ in range(world_size)]
-    shard_files = _FileAllocator()
-    local_tensors, file_index_by_path = {}, {}
     owners_by_path = {path: tuple(owner_ranks(path)) for path in state}
-    bytes_by_owners: Counter[tuple[int, ...]] = Counter()
-    for path, tensor in state.items():
+    # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
+    # writers. Then the largest, for an even load.
+    paths = sorted(state, key=lambda path: (-len(owners_by_path[path]), -state[path].nbytes, path))
+    whole_tensors: dict[str, torch.Tensor] = {}
+    sharded_tensors: dict[str, DTensor] = {}
+    for path in paths:
+        tensor = state[path]
         if not isinstance(tensor, DTensor):
-            bytes_by_owners[owners_by_path[path]] += tensor.nbytes
+            whole_tensors[path] = tensor
+        elif tensor.numel():  # a sharded tensor without elements is not written
+            sharded_tensors[path] = tensor
+    local_tensors, file_index_by_path = _assign_whole_tensors(
+        whole_tensors, owners_by_path, rank=rank, world_size=world_size
+    )
+    local_shards, shard_file_index_by_path = _assign_shards(sharded_tensors, owners_by_path)
+    return local_tensors | local_shards, file_index_by_path | shard_file_index_by_path
+
+
+def _assign_whole_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    owners_by_path: Mapping[str, tuple[int, ...]],
+    *,
+    rank: int,
+    world_size: int,
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Choose which tensors this rank writes, each as a whole.
+
+    Args:
+        tensors: The tensors that are not sharded, in the order in which writers are chosen.
+        owners_by_path: Ranks that hold each tensor.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+
+    Returns:
+        As for `assign_writers`.
+    """
+    bytes_by_owners: Counter[tuple[int, ...]] = Counter()
+    for path, tensor in tensors.items():
+        bytes_by_owners[owners_by_path[path]] += tensor.nbytes
     writers_by_owners = {
         owners: _choose_writers(owners, num_bytes) for owners, num_bytes in bytes_by_owners.items()
     }
-    # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
-    # writers. Then the largest, for an even load.
-    items = sorted(
-        state.items(),
-        key=lambda item: (-len(owners_by_path[item[0]]), -item[1].nbytes, item),
-    )
-    for path, tensor in items:
-        if not isinstance(tensor, DTensor):
-            writers = writers_by_owners[owners_by_path[path]]
-            writer_rank = min(writers, key=bytes_by_rank.__getitem__)
-            file_index_by_path[path] = rank_files[writer_rank].assign_file(tensor.nbytes)
-            bytes_by_rank[writer_rank] += tensor.nbytes
-            if writer_rank == rank:
-                local_tensors[path] = tensor
-
-    # A sharded tensor without elements is not written.
-    sharded_items = [(p, t) for p, t in items if isinstance(t, DTensor) and t.numel()]
-    shard_bytes = [tensor.nbytes // _count_shards(tensor) for _, tensor in sharded_items]
-    shard_bytes_by_owners: Counter[tuple[int, ...]] = Counter()
-    for (path, _), num_bytes in zip(sharded_items, shard_bytes, strict=True):
-        shard_bytes_by_owners[owners_by_path[path]] += num_bytes
-    for tensor_index, (path, tensor) in enumerate(sharded_items):
-        file_index_by_path[path] = shard_files.assign_file(shard_bytes[tensor_index])
-        max_writers = 1 + shard_bytes_by_owners[owners_by_path[path]] // _MIN_SHARE_BYTES
-        writes_shard = _writes_shard(tensor, tensor_index, max_writers=max_writers)
-        if tensor.to_local().numel() and writes_shard:
+    bytes_by_rank = [0] * world_size
+    files_by_rank = [_FileAllocator() for _ in range(world_size)]
+    local_tensors, file_index_by_path = {}, {}
+    for path, tensor in tensors.items():
+        writers = writers_by_owners[owners_by_path[path]]
+        writer_rank = min(writers, key=bytes_by_rank.__getitem__)
+        file_index_by_path[path] = files_by_rank[writer_rank].assign_file(tensor.nbytes)
+        bytes_by_rank[writer_rank] += tensor.nbytes
+        if writer_rank == rank:
             local_tensors[path] = tensor
     return local_tensors, file_index_by_path
+
+
+def _assign_shards(
+    tensors: Mapping[str, DTensor], owners_by_path: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Choose which of its shards this rank writes; replicas of a shard take turns.
+
+    Args:
+        tensors: The sharded tensors, in the order of writing.
+        owners_by_path: Ranks that hold a shard of each tensor.
+
+    Returns:
+        As for `assign_writers`.
+    """
+    shard_bytes = {path: tensor.nbytes // _count_shards(tensor) for path, tensor in tensors.items()}
+    bytes_by_owners: Counter[tuple[int, ...]] = Counter()
+    for path, num_bytes in shard_bytes.items():
+        bytes_by_owners[owners_by_path[path]] += num_bytes
+    files = _FileAllocator()
+    local_shards: dict[str, torch.Tensor] = {}
+    file_index_by_path = {}
+    for tensor_index, (path, tensor) in enumerate(tensors.items()):
+        file_index_by_path[path] = files.assign_file(shard_bytes[path])
+        max_writers = 1 + bytes_by_owners[owners_by_path[path]] // _MIN_SHARE_BYTES
+        writes_shard = _writes_shard(tensor, tensor_index, max_writers=max_writers)
+        if tensor.to_local().numel() and writes_shard:
+            local_shards[path] = tensor
+    return local_shards, file_index_by_path
 
 
 def _choose_writers(ranks: Sequence[int], num_bytes: int) -> list[int]:
     """Return the ranks that share the writing of `num_bytes`, at equal distances over the nodes."""
     num_writers = min(len(ranks), 1 + num_bytes // _MIN_SHARE_BYTES)
-    return [ranks[index * len(ranks) // num_writers] for index in range(num_writers)]
+    return [ranks[writer_index * len(ranks) // num_writers] for writer_index in range(num_writers)]
 
 
 def _count_shards(tensor: DTensor) -> int:

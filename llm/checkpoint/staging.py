@@ -28,9 +28,9 @@ from llm.checkpoint.format import (
     MANIFEST,
     STAGING_RECORD,
     Checkpoint,
-    checkpoint_folders,
     checkpoint_name,
     checkpoint_step,
+    list_checkpoint_folders,
     read_manifest,
     write_manifest,
 )
@@ -152,7 +152,7 @@ class StagingFolder:
     def remove(self, steps: range) -> None:
         """Remove the staged checkpoints of some steps, complete or not."""
         with contextlib.suppress(OSError):  # the node's disk fails; the end of the run tries again
-            for path in checkpoint_folders(self._path):
+            for path in list_checkpoint_folders(self._path):
                 if checkpoint_step(path) in steps:
                     remove_checkpoint(path)
             clear_leftovers(self._path)
@@ -361,7 +361,7 @@ def _find_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _Sta
     """
     parts: dict[str, _StagedPart] = {}
     for rank_folder in sorted(root.glob(f"{_FOLDER_PREFIX}{start_id}-*")):
-        paths = checkpoint_folders(rank_folder) if _belongs_to_user(rank_folder) else []
+        paths = list_checkpoint_folders(rank_folder) if _belongs_to_user(rank_folder) else []
         for path in paths:
             with contextlib.suppress(CheckpointError, OSError):
                 checkpoint = read_manifest(path)

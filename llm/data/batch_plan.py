@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm.config.duration import Duration
-from llm.data.batch_schedule import BatchPhase, batch_phases, count_steps, parse_batch_schedule
+from llm.data.batch_schedule import BatchPhase, count_steps, parse_batch_schedule, plan_batch_phases
 from llm.data.options import BatchOptions, device_batch_size
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
@@ -94,9 +94,10 @@ class BatchPlan:
         return min(first_position, self.total_samples), min(end_position, self.total_samples)
 
     def rank_positions(self, step: int, rank: int) -> NDArray[np.int64]:
-        """Return the positions of one rank in one step.
+        """Return the positions that one rank trains in one step.
 
-        Position j of a step belongs to micro-batch m and rank r where
+        A position counts the samples that the run trains; skipped samples have none. Position j of
+        a step belongs to micro-batch m and rank r where
         j = (m * world_size + r) * micro_batch_size + k: which samples make a step depends
         neither on the ranks nor on the accumulation.
 
@@ -112,7 +113,7 @@ class BatchPlan:
         positions[positions >= end_position] = -1
         return positions.reshape(-1, self.world_size, micro_batch_size)[:, rank]
 
-    def duration_samples(self, duration: Duration, *, block_size: int) -> int | Fraction:
+    def count_duration_samples(self, duration: Duration, *, block_size: int) -> int | Fraction:
         """Return a duration as a number of samples, possibly a fraction.
 
         Args:
@@ -123,17 +124,17 @@ class BatchPlan:
             return Fraction(int(duration.value), block_size)
         return int(duration.value) * (self.num_windows if duration.unit == "epochs" else 1)
 
-    def duration_steps(self, duration: Duration, *, block_size: int) -> float:
+    def count_duration_steps(self, duration: Duration, *, block_size: int) -> float:
         """Return a duration from the start of the run as a number of steps, possibly a fraction."""
         if duration.unit == "steps":
             return duration.value
-        return self.count_steps(self.duration_samples(duration, block_size=block_size))
+        return self.count_steps(self.count_duration_samples(duration, block_size=block_size))
 
     def is_interval_end(self, num_steps: int, interval: Duration, *, block_size: int) -> bool:
         """Return whether an interval ends with the last of `num_steps` steps."""
         if interval.unit == "steps":
             return num_steps % interval.value == 0
-        interval_samples = self.duration_samples(interval, block_size=block_size)
+        interval_samples = self.count_duration_samples(interval, block_size=block_size)
         first_position, end_position = self.step_positions(num_steps - 1)
         return end_position // interval_samples > first_position // interval_samples
 
@@ -158,7 +159,7 @@ _MAX_STEP_SAMPLES = 2**24
 """Largest step in samples; all of its sample indices are in memory at once."""
 
 
-def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
+def list_micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
     """Return the sizes that `--per_device_train_batch_size auto` chooses from, the smallest first.
 
     Args:
@@ -166,21 +167,26 @@ def micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
         world_size: Data-parallel ranks.
     """
     if options.global_batch_size is None:
-        return [2**n for n in range(_MAX_AUTO_MICRO_BATCH.bit_length())]
-    batches = [batch for batch, _ in parse_batch_schedule(options.global_batch_size)]
-    return _dividing_sizes(batches, world_size=world_size) or [1]
+        return [2**exponent for exponent in range(_MAX_AUTO_MICRO_BATCH.bit_length())]
+    global_batch_sizes = [
+        global_batch_size
+        for global_batch_size, _ in parse_batch_schedule(options.global_batch_size)
+    ]
+    return _find_even_micro_batch_sizes(global_batch_sizes, world_size=world_size) or [1]
 
 
-def _dividing_sizes(global_batch_sizes: Sequence[int], *, world_size: int) -> list[int]:
+def _find_even_micro_batch_sizes(
+    global_batch_sizes: Sequence[int], *, world_size: int
+) -> list[int]:
     """Return the micro-batch sizes that divide every global batch evenly among the ranks."""
-    if any(batch % world_size for batch in global_batch_sizes):
+    if any(global_batch_size % world_size for global_batch_size in global_batch_sizes):
         return []
-    rank_batches = [batch // world_size for batch in global_batch_sizes]
-    sizes = range(1, 1 + min(_MAX_AUTO_MICRO_BATCH, max(rank_batches)))
+    samples_per_rank = [global_batch_size // world_size for global_batch_size in global_batch_sizes]
+    candidate_sizes = range(1, 1 + min(_MAX_AUTO_MICRO_BATCH, max(samples_per_rank)))
     return [
         size
-        for size in sizes
-        if all(rank_batch % min(size, rank_batch) == 0 for rank_batch in rank_batches)
+        for size in candidate_sizes
+        if all(num_samples % min(size, num_samples) == 0 for num_samples in samples_per_rank)
     ]
 
 
@@ -211,7 +217,7 @@ def plan_batches(
     batch_schedule = global_batch_size or options.global_batch_size
     if batch_schedule is None:
         batch_schedule = micro_batch_size * world_size * options.gradient_accumulation_steps
-    first_phase, *later_phases = batch_phases(batch_schedule, block_size=block_size)
+    first_phase, *later_phases = plan_batch_phases(batch_schedule, block_size=block_size)
     phase_sizes = [phase.global_batch_size for phase in (first_phase, *later_phases)]
     _check_phase_sizes(phase_sizes, batch_schedule, micro_batch_size, world_size)
     plan = BatchPlan(
@@ -276,7 +282,7 @@ def _indivisible_batch_error(
         multiples = [multiple for multiple in (lower_multiple, upper_multiple) if multiple]
         advised_batch = " or ".join(map(str, multiples))
 
-    candidate_sizes = _dividing_sizes(phase_sizes, world_size=world_size)
+    candidate_sizes = _find_even_micro_batch_sizes(phase_sizes, world_size=world_size)
     smaller_sizes = [size for size in candidate_sizes if size < micro_batch_size]
     size_advice = ""
     if smaller_sizes:
@@ -294,16 +300,16 @@ def _count_total_samples(
     options: BatchOptions, plan: BatchPlan, block_size: int, num_parameters: int | None
 ) -> int:
     """Return the samples of the run; a budget in tokens ends with the sample that reaches it."""
-    length = options.max_duration
-    if length.unit == "steps":
-        return plan.count_samples(int(length.value))
-    if length.unit == "tokens per parameter":
+    duration = options.max_duration
+    if duration.unit == "steps":
+        return plan.count_samples(int(duration.value))
+    if duration.unit == "tokens per parameter":
         assert num_parameters is not None
-        length = Duration(f"{math.ceil(length.value * num_parameters)} tokens")
+        duration = Duration(f"{math.ceil(duration.value * num_parameters)} tokens")
     step_tokens = plan.global_batch_size * block_size
-    if length.unit == "tokens" and length.value < step_tokens:
+    if duration.unit == "tokens" and duration.value < step_tokens:
         raise ConfigError(
-            f"--max_duration {options.max_duration} is a budget of {length.value:,} tokens, less "
+            f"--max_duration {options.max_duration} is a budget of {duration.value:,} tokens, less "
             f"than the {step_tokens:,} of one step; raise it, or make the global batch smaller."
         )
-    return math.ceil(plan.duration_samples(length, block_size=block_size))
+    return math.ceil(plan.count_duration_samples(duration, block_size=block_size))

@@ -36,9 +36,9 @@ def parse_batch_schedule(schedule: int | str) -> list[tuple[int, int]]:
         return [(schedule, 0)]
     phases = []
     for phase_text in schedule.split(","):
-        size, _, first_token = phase_text.partition("@")
+        batch_size, _, first_token = phase_text.partition("@")
         try:
-            phases.append((int(Tokens(size)), int(Tokens(first_token))))
+            phases.append((int(Tokens(batch_size)), int(Tokens(first_token))))
         except ValueError as error:
             raise ConfigError(
                 f"--global_batch_size {schedule} is neither a number of samples nor a schedule "
@@ -51,14 +51,14 @@ def parse_batch_schedule(schedule: int | str) -> list[tuple[int, int]]:
             f"--global_batch_size {schedule} does not begin at token 0, or its phases are not in "
             "order; write it as 256@0,512@2B."
         )
-    if not all(size for size, _ in phases):
+    if not all(batch_size for batch_size, _ in phases):
         raise ConfigError(
             f"--global_batch_size {schedule} has a phase of 0 samples; give one or more."
         )
     return phases
 
 
-def batch_phases(schedule: int | str, *, block_size: int) -> list[BatchPhase]:
+def plan_batch_phases(schedule: int | str, *, block_size: int) -> list[BatchPhase]:
     """Return the phases of a global batch size.
 
     A phase ends with the step that reaches the first token of the next phase. A phase without a
@@ -73,8 +73,8 @@ def batch_phases(schedule: int | str, *, block_size: int) -> list[BatchPhase]:
         first_step, first_sample = 0, 0
         if phases:
             previous_phase = phases[-1]
-            samples_to_border = Fraction(first_token, block_size) - previous_phase.first_sample
-            num_steps = max(0, math.ceil(samples_to_border / previous_phase.global_batch_size))
+            phase_samples = Fraction(first_token, block_size) - previous_phase.first_sample
+            num_steps = max(0, math.ceil(phase_samples / previous_phase.global_batch_size))
             first_step = previous_phase.first_step + num_steps
             first_sample = (
                 previous_phase.first_sample + num_steps * previous_phase.global_batch_size

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,18 @@ _OPTION = "--data_cache_dir"
 _POLL_SECONDS = 1.0  # between two checks whether another launch has finished
 
 logger = logging.getLogger("llm.data")
+
+
+class _Role(StrEnum):
+    """What a rank does for the token files of a text."""
+
+    DONE = "done"  # nothing: they exist
+    WAITS = "waits"  # wait for another process that prepares them
+    PREPARES = "elected"  # prepare them while it holds their lock
+    PREPARES_WITHOUT_LOCKS = "elected, no locks"  # the file system has no locks
+
+
+_PREPARING_ROLES = (_Role.PREPARES, _Role.PREPARES_WITHOUT_LOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,73 +92,72 @@ class TokenCache:
         """
         has_prepared = has_waited = False
         while True:
-            with contextlib.ExitStack() as lock:
+            with contextlib.ExitStack() as lock_stack:
                 rebuild = self.overwrite and not has_waited
-                state = self._choose_state(folder, lock, is_done=has_prepared, rebuild=rebuild)
-                states = gather(state)
+                role = self._choose_role(folder, lock_stack, is_done=has_prepared, rebuild=rebuild)
+                roles = gather(role)
                 # Locks are held until all ranks are done: one rank prepares for each file system.
-                prepare_if_elected = partial(self._prepare_if_elected, state, folder, prepare)
+                prepare_if_elected = partial(self._prepare_if_elected, role, folder, prepare)
                 on_all_ranks(prepare_if_elected, timeout=math.inf)
-                has_prepared = has_prepared or state.startswith("elected")
-            if all(state == "done" for state in states):
+                has_prepared = has_prepared or role in _PREPARING_ROLES
+            if all(role == _Role.DONE for role in roles):
                 return has_prepared
-            if not any(state.startswith("elected") for state in states):
+            if not any(role in _PREPARING_ROLES for role in roles):
                 if not has_waited:
                     logger.info("waiting for another process that tokenizes the same text")
                 time.sleep(_POLL_SECONDS)
             has_waited = True
 
-    def _choose_state(
-        self, folder: Path, lock: contextlib.ExitStack, *, is_done: bool, rebuild: bool
-    ) -> str:
-        """Return what this rank does for a text, as `_elect_rank` does; all ranks call it.
+    def _choose_role(
+        self, folder: Path, lock_stack: contextlib.ExitStack, *, is_done: bool, rebuild: bool
+    ) -> _Role:
+        """Return what this rank does for a text; rank 0 chooses first, and all ranks call it.
 
         Args:
             folder: The folder of the token files.
-            lock: Takes the lock, and releases it later.
+            lock_stack: Takes the lock, and releases it later.
             is_done: Whether this rank has prepared the files already.
             rebuild: Whether to prepare the files although they exist.
         """
         is_main = world_from_environment().is_main
-        state = "done" if is_done else ""
+        role = _Role.DONE if is_done else None
         # Rank 0 comes first because it writes the run's log.
         for has_turn in (is_main, not is_main):
-            if has_turn and not state:
-                state = on_all_ranks(partial(self._elect_rank, folder, lock, rebuild=rebuild))
+            if has_turn and role is None:
+                try_lock_folder = partial(self._try_lock_folder, folder, lock_stack)
+                role = on_all_ranks(partial(try_lock_folder, rebuild=rebuild))
             else:
                 on_all_ranks(lambda: None)
-        return state
+        assert role is not None
+        return role
 
-    def _elect_rank(self, folder: Path, lock: contextlib.ExitStack, *, rebuild: bool) -> str:
-        """Return what this rank does for a text; it holds the lock if it prepares the files.
+    def _try_lock_folder(
+        self, folder: Path, lock_stack: contextlib.ExitStack, *, rebuild: bool
+    ) -> _Role:
+        """Try to lock the folder of a text; return what this rank does for the text.
 
         Args:
             folder: The folder of the token files.
-            lock: Takes the lock, and releases it later.
+            lock_stack: Takes the lock, and releases it later.
             rebuild: Whether to prepare the files although they exist.
-
-        Returns:
-            "done" if the token files exist, "waits" if another process prepares them, "elected" if
-            this rank prepares them, and "elected, no locks" if it does so on a file system without
-            locks.
         """
         with self._explain_errors():
             if not rebuild and self._is_done(folder):
-                return "done"
+                return _Role.DONE
             self.folder.mkdir(parents=True, exist_ok=True)
-            has_lock = lock.enter_context(_lock_file(add_suffix(folder, ".lock")))
+            has_lock = lock_stack.enter_context(_lock_file(add_suffix(folder, ".lock")))
             if has_lock is None:
-                return "waits"
+                return _Role.WAITS
             # Check again: another process may have prepared it before this one got the lock.
             if not rebuild:
                 if self._is_done(folder):
-                    return "done"
+                    return _Role.DONE
                 # Logged here, so only once: the other ranks only wait.
                 if faults := self._find_faults(folder):
                     logger.warning(
                         f"the cached tokens in {folder} cannot be used: {' '.join(faults)}"
                     )
-            return "elected" if has_lock else "elected, no locks"
+            return _Role.PREPARES if has_lock else _Role.PREPARES_WITHOUT_LOCKS
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
@@ -165,15 +177,17 @@ class TokenCache:
     def _find_faults(self, folder: Path) -> list[str] | None:
         """Return the faults of token files; None if the files do not exist."""
         prefix = folder / "tokens"
-        return find_damage(prefix, row_bytes=True) if add_suffix(prefix, ".bin").exists() else None
+        if not add_suffix(prefix, ".bin").exists():
+            return None
+        return find_damage(prefix, has_row_bytes=True)
 
     def _prepare_if_elected(
-        self, state: str, folder: Path, prepare: Callable[[Path], None]
+        self, role: _Role, folder: Path, prepare: Callable[[Path], None]
     ) -> None:
-        """Prepare the token files if the state of this rank says so; see `_elect_rank`."""
-        if state == "elected":
+        """Prepare the token files if this is the role of this rank."""
+        if role == _Role.PREPARES:
             self._prepare_files(folder, prepare)
-        elif state == "elected, no locks":
+        elif role == _Role.PREPARES_WITHOUT_LOCKS:
             self._prepare_without_locks(folder, prepare)
 
     def _prepare_files(self, folder: Path, prepare: Callable[[Path], None]) -> None:

@@ -63,7 +63,7 @@ class TokenStream:
         self._vocab_size = vocab_size
         self._window_views: dict[int, NDArray[Any]] = {}
 
-    def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
+    def read_windows(self, starts: NDArray[np.int64], length: int) -> NDArray[Any]:
         """Copy windows out of the ring.
 
         Args:
@@ -261,11 +261,13 @@ class Samples:
         length = self.block_size + 1
         sources, starts = self.locate(samples)
         if len(self._streams) == 1:
-            return self._streams[0].windows(starts, length)
+            return self._streams[0].read_windows(starts, length)
         tokens = np.empty((samples.size, length), self._dtype)
         for source in np.unique(sources).tolist():
             is_from_source = sources == source
-            tokens[is_from_source] = self._streams[source].windows(starts[is_from_source], length)
+            tokens[is_from_source] = self._streams[source].read_windows(
+                starts[is_from_source], length
+            )
         return tokens
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -18,7 +18,7 @@ _PARTS_PREFIX = "parts-"
 _NUM_SAMPLED_POSITIONS, _TOKENS_PER_POSITION = 64, 1 << 10
 
 
-def corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
+def compute_corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
     """Return digests of a split; reads only small ranges of its token files.
 
     Args:
@@ -36,7 +36,7 @@ def corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
         boundary_digest.update(str(source.stream.num_tokens).encode())
         for boundary_tokens in (tokens[:_NUM_BOUNDARY_TOKENS], tokens[-_NUM_BOUNDARY_TOKENS:]):
             boundary_digest.update(np.ascontiguousarray(boundary_tokens).tobytes())
-        sample_digest.update(_sampled_bytes(tokens))
+        sample_digest.update(_read_sampled_tokens(tokens))
     return {
         "ends": boundary_digest.hexdigest(),
         "places": sample_digest.hexdigest(),
@@ -44,22 +44,22 @@ def corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
     }
 
 
-def _sampled_bytes(tokens: Tokens) -> bytes:
+def _read_sampled_tokens(tokens: Tokens) -> bytes:
     """Return the bytes of 1,024 tokens at each of 64 equally spaced positions of a stream."""
     last_start = max(0, tokens.size - _TOKENS_PER_POSITION)
-    sampled_positions = [
+    start_positions = [
         last_start * sample_index // (_NUM_SAMPLED_POSITIONS - 1)
         for sample_index in range(_NUM_SAMPLED_POSITIONS)
     ]
     for array in arrays_of(tokens):
         set_read_ahead(array, on=False)
-    samples = [
-        np.asarray(tokens[position : position + _TOKENS_PER_POSITION]).tobytes()
-        for position in sampled_positions
+    sampled_bytes = [
+        np.asarray(tokens[start : start + _TOKENS_PER_POSITION]).tobytes()
+        for start in start_positions
     ]
     for array in arrays_of(tokens):
         set_read_ahead(array, on=True)
-    return b"".join(samples)
+    return b"".join(sampled_bytes)
 
 
 def _sidecar_digest(source: CorpusSource) -> str | None:
@@ -72,7 +72,7 @@ def _sidecar_digest(source: CorpusSource) -> str | None:
 
 
 def _is_complete_record(record: dict[str, Any]) -> bool:
-    """Return whether a record has the keys of `corpus_digests`, with values of their types."""
+    """Return whether a record has the keys of corpus digests, with values of their types."""
     if not (isinstance(record.get("ends"), str) and isinstance(record.get("places"), str)):
         return False
     sidecar_digests = record.get("sidecars")
@@ -86,7 +86,7 @@ def data_has_changed(recorded: dict[str, Any], present: dict[str, Any]) -> bool:
 
     Args:
         recorded: The digests in the checkpoint or in the record of the start.
-        present: The digests of the data on the disk, from `corpus_digests`.
+        present: The digests of the data on the disk, from `compute_corpus_digests`.
     """
     if not _is_complete_record(recorded):
         return True

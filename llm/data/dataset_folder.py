@@ -90,16 +90,19 @@ def open_dataset_folder(
     if configurations := _read_configurations(folder / "README.md"):
         configuration = _choose_configuration(configurations, config_name, dataset_name)
         folder = _path_inside(folder, str(configuration.get("data_dir") or ""))
-        patterns = _patterns_by_split(configuration.get("data_files") or {})
+        patterns = _parse_file_patterns(configuration.get("data_files") or {})
     else:
         folder = _find_configuration_folder(folder, config_name)
         patterns = {}
     if patterns:
-        splits, reason = _group_by_patterns(folder, patterns), "as README.md says"
+        splits, reason = (
+            _group_by_patterns(folder, patterns),
+            "as README.md says",
+        )
     else:
         splits, reason = _group_by_names(folder, file_option)
-    counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
-    logger.info(f"{_OPTION} {folder}: {', '.join(counts)}, {reason}")
+    split_counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
+    logger.info(f"{_OPTION} {folder}: {', '.join(split_counts)}, {reason}")
     for files in splits.values():
         refuse_duplicates(files, _OPTION)
     return DatasetFolder(name=dataset_name, splits=splits)
@@ -165,22 +168,22 @@ def _find_configuration_folder(folder: Path, config_name: str | None) -> Path:
     return configuration_folder
 
 
-def _patterns_by_split(data_files: Any) -> dict[str, list[str]]:
+def _parse_file_patterns(data_files: Any) -> dict[str, list[str]]:
     """Return the patterns of the files of each split; without splits, all are for training."""
-    if isinstance(data_files, str | list) and all(isinstance(item, str) for item in data_files):
+    if isinstance(data_files, str | list) and all(isinstance(entry, str) for entry in data_files):
         data_files = {"train": data_files}
     if isinstance(data_files, dict):
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
-    patterns: dict[str, list[str]] = defaultdict(list)
-    for item in data_files if isinstance(data_files, list) else [data_files]:
-        match item:
+    patterns_by_split: dict[str, list[str]] = defaultdict(list)
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        match entry:
             case {"split": str(split), "path": str(path)}:
-                patterns[split].append(path)
+                patterns_by_split[split].append(path)
             case {"split": str(split), "path": [*paths]} if all(isinstance(p, str) for p in paths):
-                patterns[split] += paths
+                patterns_by_split[split] += paths
             case _:
-                raise _unknown_form_error("data_files", item)
-    return patterns
+                raise _unknown_form_error("data_files", entry)
+    return patterns_by_split
 
 
 def _unknown_form_error(field: str, value: Any) -> DataError:
@@ -192,16 +195,20 @@ def _unknown_form_error(field: str, value: Any) -> DataError:
 
 
 def _group_by_patterns(
-    folder: Path, patterns: Mapping[str, Sequence[str]]
+    folder: Path, patterns_by_split: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Path]]:
     """Return the files that match the patterns of each split, in the order of the patterns."""
-    splits: dict[str, list[Path]] = {}
-    for split, split_patterns in patterns.items():
-        matching_files = [
-            file for pattern in split_patterns for file in _match_pattern(folder, pattern)
-        ]
-        splits[split] = list(dict.fromkeys(matching_files))
-    listed_files = {file for files in splits.values() for file in files}
+    files_by_split: dict[str, list[Path]] = {}
+    for split, patterns in patterns_by_split.items():
+        matching_files = [file for pattern in patterns for file in _match_pattern(folder, pattern)]
+        files_by_split[split] = list(dict.fromkeys(matching_files))
+    _log_unlisted_files(folder, files_by_split)
+    return files_by_split
+
+
+def _log_unlisted_files(folder: Path, files_by_split: Mapping[str, Sequence[Path]]) -> None:
+    """Log how many text files of a folder belong to no split."""
+    listed_files = {file for files in files_by_split.values() for file in files}
     text_files = find_text_files(folder, _OPTION)
     unlisted_files = [file for file in text_files if file not in listed_files]
     if unlisted_files:
@@ -210,7 +217,6 @@ def _group_by_patterns(
             f"{counted(len(unlisted_files), 'text file')} for this configuration, such as "
             f"{unlisted_files[0]}"
         )
-    return splits
 
 
 def _path_inside(folder: Path, name: str) -> Path:
@@ -242,7 +248,9 @@ def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
     Returns:
         (the files of each split, the end of a sentence about the reason).
     """
-    splits: dict[str, list[Path]] = {split: [] for split in dict.fromkeys(_SPLIT_BY_NAME.values())}
+    files_by_split: dict[str, list[Path]] = {
+        split: [] for split in dict.fromkeys(_SPLIT_BY_NAME.values())
+    }
     files_without_split: list[Path] = []
     remedy = (
         "move the files of each split into a folder train, validation or test, or name the file to "
@@ -254,18 +262,18 @@ def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path
             raise DataError(
                 f"{_OPTION}: {file} is named like the splits {' and '.join(split_names)}; {remedy}"
             )
-        split_files = splits[split_names[0]] if split_names else files_without_split
+        split_files = files_by_split[split_names[0]] if split_names else files_without_split
         split_files.append(file)
-    splits = {split: files for split, files in splits.items() if files}
-    if not splits:
+    files_by_split = {split: files for split, files in files_by_split.items() if files}
+    if not files_by_split:
         return {"train": files_without_split}, "since no name of a file or folder tells a split"
     if files_without_split:
-        split, files = next(iter(splits.items()))
+        split, files = next(iter(files_by_split.items()))
         raise DataError(
             f"{_OPTION}: {files[0]} is named like the split {split}, and {files_without_split[0]} "
             f"like none; {remedy}"
         )
-    return splits, "as the names of files or folders tell"
+    return files_by_split, "as the names of files or folders tell"
 
 
 def find_split_names(path: Path) -> list[str]:
@@ -274,12 +282,12 @@ def find_split_names(path: Path) -> list[str]:
     Args:
         path: The path of the file, relative to the data set.
     """
-    splits: dict[str, None] = {}
+    split_names: dict[str, None] = {}
     for name in (*path.parts[:-1], bare_name(path)):
         name_parts = re.split(r"[-._ ]+", _SHARD_NUMBER.sub("", name.lower()))
-        splits |= {
+        split_names |= {
             _SPLIT_BY_NAME[name_part]: None
             for name_part in (name_parts[0], name_parts[-1])
             if name_part in _SPLIT_BY_NAME
         }
-    return list(splits)
+    return list(split_names)

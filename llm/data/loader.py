@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,7 +96,7 @@ class TrainLoader:
         _, end_position = self.batch_plan.step_positions(end_step - 1)
         return self.skipped.sample_range((first_position, end_position))
 
-    def steps(self, first_step: int) -> Generator[StepBatch, None, None]:
+    def read_steps(self, first_step: int) -> Generator[StepBatch, None, None]:
         """Yield the steps from `first_step` to the end of the run; no earlier step is read.
 
         A thread reads ahead. It ends with the iterator, even if you close it early, and its errors
@@ -111,8 +112,8 @@ class TrainLoader:
                 # Wait before submitting the next step: its thread and this one would compete for
                 # the global interpreter lock.
                 step_batch = pending_batches.popleft().result()
-                for step in itertools.islice(remaining_steps, 1):
-                    pending_batches.append(pool.submit(self._read_step, step))
+                if (next_step := next(remaining_steps, None)) is not None:
+                    pending_batches.append(pool.submit(self._read_step, next_step))
                 # Copied here and not in the thread, so that the CUDA stream that uses the copies
                 # also queues them.
                 micro_batches = [
@@ -149,22 +150,22 @@ class TrainLoader:
                 are ignored.
         """
         windows = self.samples.read(samples.reshape(-1))
-        sources: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
+        sources_by_micro_batch: Sequence[NDArray[np.int64] | None] = [None] * len(samples)
         if self.with_sources:
             sample_sources, _ = self.samples.locate(samples.reshape(-1))
-            sources = [*sample_sources.reshape(samples.shape)]
+            sources_by_micro_batch = [*sample_sources.reshape(samples.shape)]
         # [accumulation, micro_batch_size, block_size + 1]
         windows = windows.reshape(*samples.shape, self.samples.block_size + 1)
         pin_memory = self.device.type == "cuda"
         return [
             _make_micro_batch(
-                windows[index],
-                has_sample[index],
+                windows[micro_batch_index],
+                has_sample[micro_batch_index],
                 self.document_boundaries,
                 pin_memory=pin_memory,
-                sources=sources[index],
+                sources=sources_by_micro_batch[micro_batch_index],
             )
-            for index in range(len(samples))
+            for micro_batch_index in range(len(samples))
         ]
 
 
@@ -233,12 +234,19 @@ class EvalLoader:
             first_window = (batch_index * self.world_size + self.rank) * micro_batch_size
             starts = (first_window + np.arange(micro_batch_size, dtype=np.int64)) * self.block_size
             # Windows past the end wrap around; their labels do not count.
-            windows = self.stream.windows(starts, self.block_size + 1)
+            windows = self.stream.read_windows(starts, self.block_size + 1)
             label_mask = starts[:, None] + np.arange(self.block_size) < self.num_tokens
             micro_batch = _make_micro_batch(
                 windows, label_mask, self.document_boundaries, pin_memory=pin_memory
             )
             yield _to_device(micro_batch, self.device)
+
+
+def _copy_to_int64_tensor(values: NDArray[Any], *, pin_memory: bool) -> torch.Tensor:
+    """Return values as int64, converted in one copy into the memory that the device reads."""
+    tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
+    tensor.numpy()[...] = values
+    return tensor
 
 
 def _make_micro_batch(
@@ -258,25 +266,19 @@ def _make_micro_batch(
         pin_memory: Whether the tensors are in pinned memory, so that copies are asynchronous.
         sources: Number of the source of each window [num_windows]; None leaves them out.
     """
-
-    def to_int64_tensor(values: NDArray[Any]) -> torch.Tensor:
-        # One copy, from the file's dtype to int64 in the memory that the device reads.
-        tensor = torch.empty(values.shape, dtype=torch.int64, pin_memory=pin_memory)
-        tensor.numpy()[...] = values
-        return tensor
-
-    labels = to_int64_tensor(windows[:, 1:])
+    copy_to_tensor = partial(_copy_to_int64_tensor, pin_memory=pin_memory)
+    labels = copy_to_tensor(windows[:, 1:])
     if not label_mask.all():
         labels.numpy()[~label_mask] = IGNORED
     positions = documents = None
     if document_boundaries is not None:
         positions, documents = document_boundaries.split(windows[:, :-1])
     return MicroBatch(
-        input_ids=to_int64_tensor(windows[:, :-1]),
+        input_ids=copy_to_tensor(windows[:, :-1]),
         labels=labels,
-        positions=None if positions is None else to_int64_tensor(positions),
-        documents=None if documents is None else to_int64_tensor(documents),
-        sources=None if sources is None else to_int64_tensor(sources),
+        positions=None if positions is None else copy_to_tensor(positions),
+        documents=None if documents is None else copy_to_tensor(documents),
+        sources=None if sources is None else copy_to_tensor(sources),
     )
 
 

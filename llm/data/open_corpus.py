@@ -16,7 +16,7 @@ from llm.data.formats.flat import AnyTokenFile, FlatTokenFile
 from llm.data.formats.megatron import TokenFile, read_row_bytes, token_dtype
 from llm.data.formats.sidecar import (
     TokenFileDescription,
-    check_beginnings,
+    check_prepend_bos,
     check_tokenizer,
     describe_token_files,
     open_described,
@@ -26,7 +26,7 @@ from llm.data.order import DocumentBoundaries, MixtureStage
 from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
 from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
-from llm.data.workers import bounded_workers
+from llm.data.workers import limit_workers
 from llm.errors import DataError
 from llm.runtime.agreement import on_rank0
 from llm.tokenizers.load_tokenizer import (
@@ -116,8 +116,8 @@ def _prepare_texts(
         begin_token=choose_begin_token(tokenizer.bos_token_id, options.prepend_bos),
         dtype=token_dtype(max(vocab_size, num_tokenizer_ids)).name,
     )
-    workers = bounded_workers(options.preprocessing_num_workers)
-    text_by_split = _texts_by_split(options, trust_remote_code)
+    workers = limit_workers(options.preprocessing_num_workers)
+    text_by_split = _make_texts_by_split(options, trust_remote_code)
     # The files of all texts are checked before the first text is tokenized.
     files_by_split = {split: text.files() for split, text in text_by_split.items()}
     prefix_by_split: dict[str, Path | None] = {"train": None, "validation": None}
@@ -129,7 +129,7 @@ def _prepare_texts(
     return prefix_by_split["train"], prefix_by_split["validation"]
 
 
-def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
+def _make_texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:
     """Return the texts for training and evaluation, by the name of their split."""
     make_text = partial(
         Text,
@@ -139,21 +139,28 @@ def _texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, 
     )
     text_by_split: dict[str, Text] = {}
     if options.dataset_name is not None:
-        text_by_split = _dataset_texts(options.dataset_name, options.dataset_config_name, make_text)
+        text_by_split = _make_dataset_texts(
+            options.dataset_name, options.dataset_config_name, make_text
+        )
     for split, name in (("train", options.train_file), ("validation", options.validation_file)):
         if name is not None:
             text_by_split[split] = make_text(name=name, option=f"--{split}_file", paths=(name,))
-    paths = [path for split in text_by_split for path in text_by_split[split].paths]
-    plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
-    if plain_text is not None and options.text_column is not None:
-        logger.warning(
-            f"--text_column {options.text_column} has no effect on {plain_text}: a text has no "
-            "columns"
-        )
+    if options.text_column is not None:
+        paths = [path for text in text_by_split.values() for path in text.paths]
+        _warn_of_plain_text(paths, options.text_column)
     return text_by_split
 
 
-def _dataset_texts(
+def _warn_of_plain_text(paths: Sequence[str], text_column: str) -> None:
+    """Warn that `--text_column` has no effect on the first plain text file, if there is one."""
+    plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
+    if plain_text is not None:
+        logger.warning(
+            f"--text_column {text_column} has no effect on {plain_text}: a text has no columns"
+        )
+
+
+def _make_dataset_texts(
     dataset_name: str, config_name: str | None, make_text: Callable[..., Text]
 ) -> dict[str, Text]:
     """Return the texts of a data set, by the name of their split."""
@@ -198,7 +205,7 @@ class _CorpusOpener:
         They are split by `split`, or taken whole if `valid_data_path` names other files.
         """
         source_by_file: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
-        stage_blends: list[dict[Path, float]] = []
+        weights_by_stage: list[dict[Path, float]] = []
         for stage_number, stage in enumerate(self.options.data_stage, start=1):
             option = f"data_stage {stage_number}: data_path"
             weight_by_file: dict[Path, float] = defaultdict(float)
@@ -206,11 +213,11 @@ class _CorpusOpener:
                 file = source.stream.file.prefix.resolve()
                 source_by_file.setdefault(file, source)
                 weight_by_file[file] += source.weight
-            stage_blends.append(weight_by_file)
+            weights_by_stage.append(weight_by_file)
 
         stages = tuple(
             MixtureStage(stage.until, tuple(weight_by_file[file] for file in source_by_file))
-            for stage, weight_by_file in zip(self.options.data_stage, stage_blends, strict=True)
+            for stage, weight_by_file in zip(self.options.data_stage, weights_by_stage, strict=True)
         )
         names = _shorten_paths([source.stream.file.prefix for source in source_by_file.values()])
         sources = []
@@ -224,10 +231,11 @@ class _CorpusOpener:
         return replace(self._split_sources(sources), stages=stages)
 
     def _split_sources(self, unsplit_sources: Sequence[CorpusSource]) -> Corpus:
-        """Split each file by `split`."""
-        split_text = self.options.split
-        split = parse_split(DEFAULT_SPLIT if split_text is None else split_text)
-        split_text = f"{DEFAULT_SPLIT} (the default)" if split_text is None else split_text
+        """Split each file by `fractions`."""
+        if self.options.split is None:
+            fractions, split_text = parse_split(DEFAULT_SPLIT), f"{DEFAULT_SPLIT} (the default)"
+        else:
+            fractions, split_text = parse_split(self.options.split), self.options.split
         train: list[CorpusSource] = []
         validation: list[CorpusSource] = []
         for source in unsplit_sources:
@@ -237,12 +245,12 @@ class _CorpusOpener:
                 train.append(source)
                 continue
             streams = split_documents(
-                source.stream.file, split, text=split_text, vocab_size=self.vocab_size
+                source.stream.file, fractions, text=split_text, vocab_size=self.vocab_size
             )
             for stream, split_sources in zip(streams, (train, validation), strict=True):
                 if stream is not None:
                     split_sources.append(replace(source, stream=stream))
-        return Corpus(train=tuple(train) if split[0] > 0 else (), validation=tuple(validation))
+        return Corpus(train=tuple(train) if fractions[0] > 0 else (), validation=tuple(validation))
 
     def open_unsplit(self, train: BlendWords, validation: BlendWords) -> Corpus:
         """Open files to train on and others to evaluate on."""
@@ -302,7 +310,7 @@ class _CorpusOpener:
                 self.tokenizer_fingerprint,
                 self.options.ignore_tokenizer_mismatch,
             )
-            check_beginnings(file.prefix, sidecar, self.options.prepend_bos)
+            check_prepend_bos(file.prefix, sidecar, self.options.prepend_bos)
             if sidecar.largest_token >= self.vocab_size:
                 raise vocabulary_error(file.prefix, sidecar.largest_token, self.vocab_size)
         if self.document_boundaries is not None:
@@ -325,7 +333,7 @@ def check_document_ends(file: AnyTokenFile, eos_token_id: int) -> None:
     """
     if not isinstance(file, FlatTokenFile):
         num_checked = min(_MAX_CHECKED_DOCUMENTS, file.num_documents)
-        document_ends = file.document_starts(1, num_checked + 1)
+        document_ends = file.find_document_starts(1, num_checked + 1)
         checked_tokens = file.tokens.take(document_ends[document_ends > 0] - 1)
         fault = f"none of its first {num_checked} documents ends with the id {eos_token_id}"
     else:

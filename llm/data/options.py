@@ -183,7 +183,7 @@ def training_paths(options: DataOptions) -> list[str]:
     return [word for word in values if isinstance(word, str)]
 
 
-def data_problems(options: DataOptions) -> list[str]:
+def find_data_problems(options: DataOptions) -> list[str]:
     """Return faults of the data options, one sentence each."""
     source_flags = [f"--{name}" for name in SOURCES if getattr(options, name)]
     if options.dataset_name and options.validation_file:
@@ -191,10 +191,10 @@ def data_problems(options: DataOptions) -> list[str]:
     has_training_files = bool(training_paths(options))
     has_token_files = has_training_files or bool(options.valid_data_path)
     has_text = bool(options.dataset_name or options.train_file or options.validation_file)
-    gives_split = options.split is not None
-    gives_validation_percentage = "validation_split_percentage" in non_default(options)
-    lacks_end_of_text = has_text and not options.append_eos
-    faults = [
+    has_split = options.split is not None
+    has_validation_percentage = "validation_split_percentage" in non_default(options)
+    lacks_end_tokens = has_text and not options.append_eos
+    checks = [
         (
             len(source_flags) > 1,
             f"{' and '.join(source_flags)} are different sources of data; give one of them.",
@@ -205,11 +205,11 @@ def data_problems(options: DataOptions) -> list[str]:
             "--data_path is cut by --split, and text has other options.",
         ),
         (
-            gives_split and not (options.data_path or options.data_stage),
+            has_split and not (options.data_path or options.data_stage),
             "--split needs --data_path (or stages); give that too, or leave it out.",
         ),
         (
-            options.valid_data_path and options.data_stage and gives_split,
+            options.valid_data_path and options.data_stage and has_split,
             "--valid_data_path leaves the files of data_stage whole, and --split cuts them; give "
             "one of the two.",
         ),
@@ -230,12 +230,12 @@ def data_problems(options: DataOptions) -> list[str]:
             for name in ("text_column", "no_keep_linebreaks", "overwrite_cache")
         ),
         (
-            has_token_files and gives_validation_percentage,
+            has_token_files and has_validation_percentage,
             "--validation_split_percentage cuts text; token files are cut by --split.",
         ),
         *(
             (
-                lacks_end_of_text and getattr(options, name),
+                lacks_end_tokens and getattr(options, name),
                 f"--{name} needs documents that end with the end-of-text token; leave "
                 "--no_append_eos out.",
             )
@@ -243,12 +243,12 @@ def data_problems(options: DataOptions) -> list[str]:
         ),
     ]
     return [
-        *stage_problems(options.data_stage),
-        *(sentence for is_fault, sentence in faults if is_fault),
+        *find_stage_problems(options.data_stage),
+        *(sentence for is_violated, sentence in checks if is_violated),
     ]
 
 
-def batch_problems(options: BatchOptions) -> list[str]:
+def find_batch_problems(options: BatchOptions) -> list[str]:
     """Return faults of the batch and length options, one sentence each."""
     problems = []
     try:
@@ -273,7 +273,7 @@ def device_batch_size(options: BatchOptions) -> int:
     return size if isinstance(size, int) else 1
 
 
-def stage_problems(stages: Sequence[DataStage]) -> list[str]:
+def find_stage_problems(stages: Sequence[DataStage]) -> list[str]:
     """Return the faults in the sequence of stages, one sentence each."""
     problems = []
     stage_start = 0

@@ -209,7 +209,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = _integer_weights(weights)
+        self._weights = _round_weights(weights)
         self._locate = _BlockCache(self._make_block, num_values=2, size=_SAMPLES_PER_BLEND_BLOCK)
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
@@ -232,14 +232,17 @@ class Blend:
         last_tick = self._find_tick(num_samples)
         counts_before_tick = self._samples_per_source_until(last_tick - 1)
         counts_after_tick = self._samples_per_source_until(last_tick)
-        counts = [*counts_before_tick]
-        num_missing = num_samples - sum(counts)
-        for source in range(len(counts)):
+        num_samples_by_source = [*counts_before_tick]
+        num_unassigned = num_samples - sum(num_samples_by_source)
+        for source_index in range(len(num_samples_by_source)):
             # If several sources are served at the same tick, the lower number comes first.
-            if num_missing and counts_after_tick[source] > counts_before_tick[source]:
-                counts[source] += 1
-                num_missing -= 1
-        return counts
+            if (
+                num_unassigned
+                and counts_after_tick[source_index] > counts_before_tick[source_index]
+            ):
+                num_samples_by_source[source_index] += 1
+                num_unassigned -= 1
+        return num_samples_by_source
 
     def _find_tick(self, num_samples: int) -> int:
         """Return the first tick when `num_samples` samples have been served, by binary search."""
@@ -279,7 +282,7 @@ class Blend:
             sources.append(np.full(num_samples, source, dtype=np.int64))
             indices.append(first_index + np.arange(num_samples, dtype=np.int64))
             ticks.append(
-                _source_ticks(
+                _compute_source_ticks(
                     weight,
                     first_index=first_index,
                     num_samples=num_samples,
@@ -291,7 +294,9 @@ class Blend:
         return np.stack([np.concatenate(sources)[order], np.concatenate(indices)[order]])
 
 
-def _source_ticks(weight: int, *, first_index: int, num_samples: int, block_tick: int) -> Int64s:
+def _compute_source_ticks(
+    weight: int, *, first_index: int, num_samples: int, block_tick: int
+) -> Int64s:
     """Return when a source serves consecutive samples: ticks after `block_tick` [num_samples].
 
     Sample i is served at tick (2i + 1) * D * T // (2 weight), with the denominator D of the weights
@@ -315,7 +320,7 @@ def _source_ticks(weight: int, *, first_index: int, num_samples: int, block_tick
     return ticks
 
 
-def _integer_weights(weights: Sequence[float]) -> list[int]:
+def _round_weights(weights: Sequence[float]) -> list[int]:
     """Return weights as integers that sum to the denominator, by the largest remainder."""
     exact_weights = [Fraction(weight) for weight in weights]
     weight_sum = sum(exact_weights)
@@ -325,13 +330,13 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
     sources_by_remainder = sorted(
         range(len(quotas)), key=lambda source: (integer_weights[source] - quotas[source], source)
     )
-    num_missing = _WEIGHT_DENOMINATOR - sum(integer_weights)
-    if num_missing >= 0:
-        for source in sources_by_remainder[:num_missing]:
+    num_unassigned = _WEIGHT_DENOMINATOR - sum(integer_weights)
+    if num_unassigned >= 0:
+        for source in sources_by_remainder[:num_unassigned]:
             integer_weights[source] += 1
     else:
         heaviest_source = integer_weights.index(max(integer_weights))
-        integer_weights[heaviest_source] += num_missing
+        integer_weights[heaviest_source] += num_unassigned
     return integer_weights
 
 
@@ -348,7 +353,7 @@ class MixtureStage:
     weights: tuple[float, ...]
 
 
-def stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int]:
+def find_stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int]:
     """Return the first sample of each stage. Only whole samples belong to a stage.
 
     Args:
@@ -386,7 +391,7 @@ class Mixture:
     """
 
     def __init__(self, stages: Sequence[MixtureStage], *, block_size: int) -> None:
-        self._starts = stage_starts(stages, block_size=block_size)
+        self._starts = find_stage_starts(stages, block_size=block_size)
         self._blends = [Blend(stage.weights) for stage in stages]
         # Samples served by each source before each stage: int64 [num_sources] for every stage.
         self._samples_before_stage = [np.zeros(len(stages[0].weights), np.int64)]
@@ -405,14 +410,16 @@ class Mixture:
             (sources, indices), each int64 [num_samples].
         """
         samples = np.asarray(samples, dtype=np.int64)
-        stages = np.searchsorted(self._starts, samples, side="right") - 1
+        stage_indices = np.searchsorted(self._starts, samples, side="right") - 1
         sources, indices = np.empty_like(samples), np.empty_like(samples)
-        for stage in np.unique(stages).tolist():
-            is_in_stage = stages == stage
-            samples_in_stage = samples[is_in_stage] - self._starts[stage]
-            stage_sources, stage_indices = self._blends[stage].locate(samples_in_stage)
+        for stage_index in np.unique(stage_indices).tolist():
+            is_in_stage = stage_indices == stage_index
+            samples_in_stage = samples[is_in_stage] - self._starts[stage_index]
+            stage_sources, indices_in_blend = self._blends[stage_index].locate(samples_in_stage)
             sources[is_in_stage] = stage_sources
-            indices[is_in_stage] = self._samples_before_stage[stage][stage_sources] + stage_indices
+            indices[is_in_stage] = (
+                self._samples_before_stage[stage_index][stage_sources] + indices_in_blend
+            )
         return sources, indices
 
     def samples_per_source(self, num_samples: int) -> list[int]:

@@ -61,26 +61,26 @@ class SkippedSamples:
         return tuple((first, min(stop, index)) for first, stop in self.ranges if first < index)
 
     def samples_per_source(
-        self, count_per_source: Callable[[int], list[int]], position: int
+        self, count_per_source: Callable[[int], list[int]], num_trained_samples: int
     ) -> list[int]:
         """Return how many of the trained samples come from each source.
 
         Args:
             count_per_source: Returns how many of the first n samples, skipped ones included, come
                 from each source.
-            position: Number of trained samples.
+            num_trained_samples: Number of trained samples.
         """
-        end_sample = self.sample_indices(position - 1) + 1
-        trained_counts = count_per_source(end_sample)
-        for first, stop in self.ranges_below(end_sample):
-            counts_by_source = zip(
-                trained_counts, count_per_source(first), count_per_source(stop), strict=True
+        end_sample = self.sample_indices(num_trained_samples - 1) + 1
+        num_trained_by_source = [*count_per_source(end_sample)]
+        for range_start, range_end in self.ranges_below(end_sample):
+            counts_before_range, counts_after_range = (
+                count_per_source(range_start),
+                count_per_source(range_end),
             )
-            trained_counts = [
-                trained_count + num_before_start - num_before_stop
-                for trained_count, num_before_start, num_before_stop in counts_by_source
-            ]
-        return trained_counts
+            for source_index in range(len(num_trained_by_source)):
+                num_skipped = counts_after_range[source_index] - counts_before_range[source_index]
+                num_trained_by_source[source_index] -= num_skipped
+        return num_trained_by_source
 
 
 NO_SKIPPED_SAMPLES = SkippedSamples()
@@ -94,12 +94,17 @@ def parse_skipped_ranges(text: str | None) -> list[Range]:
     """
     ranges = []
     for range_text in text.split(",") if text else ():
-        first, colon, stop = range_text.strip().partition(":")
-        are_numbers = first.isascii() and first.isdigit() and stop.isascii() and stop.isdigit()
-        if not (colon and are_numbers and int(first) < int(stop) <= _MAX_SAMPLES):
+        first_text, colon, end_text = range_text.strip().partition(":")
+        are_numbers = (
+            first_text.isascii()
+            and first_text.isdigit()
+            and end_text.isascii()
+            and end_text.isdigit()
+        )
+        if not (colon and are_numbers and int(first_text) < int(end_text) <= _MAX_SAMPLES):
             raise ConfigError(
                 f"--skip_samples {text}: '{range_text.strip()}' is not FIRST:STOP, two growing "
                 "numbers of samples such as 6400:6480."
             )
-        ranges.append((int(first), int(stop)))
+        ranges.append((int(first_text), int(end_text)))
     return ranges

@@ -38,14 +38,14 @@ def parse_blend(
     has_weights = isinstance(blend[0], int | float)
     paths: list[Path] = []
     weights: list[float] = []
-    for word_index, word in enumerate(blend):
-        fault = _find_word_fault(word, expects_weight=has_weights and word_index % 2 == 0)
+    for value_index, value in enumerate(blend):
+        fault = _find_blend_fault(value, expects_weight=has_weights and value_index % 2 == 0)
         if fault is not None:
             raise ConfigError(f"{option} {fault}")
-        if isinstance(word, str):
-            paths.append(Path(word))
+        if isinstance(value, str):
+            paths.append(Path(value))
         else:
-            weights.append(float(word))
+            weights.append(float(value))
     if isinstance(blend[-1], int | float):
         raise ConfigError(f"{option} ends with the weight {blend[-1]:g}; a prefix must follow it.")
     if has_weights and not any(weights):
@@ -55,27 +55,27 @@ def parse_blend(
     return paths, weights if has_weights else None
 
 
-def _find_word_fault(word: float | str, *, expects_weight: bool) -> str | None:
-    """Return the end of a sentence about a word that does not fit into a blend, or None.
+def _find_blend_fault(value: float | str, *, expects_weight: bool) -> str | None:
+    """Return the end of a sentence about a value that does not fit into a blend, or None.
 
     Args:
-        word: A weight or a prefix.
+        value: A weight or a prefix.
         expects_weight: Whether a weight belongs here, and not a prefix.
     """
-    if isinstance(word, str):
+    if isinstance(value, str):
         if not expects_weight:
             return None
         return (
-            f"gives {word} without a weight before it; give a weight before each prefix, or none "
+            f"gives {value} without a weight before it; give a weight before each prefix, or none "
             "at all."
         )
     if not expects_weight:
         return (
-            f"has the number {word:g} where a prefix belongs; give a weight before each prefix, or "
-            f"none at all, and write a file of that name as ./{word:g}."
+            f"has the number {value:g} where a prefix belongs; give a weight before each prefix, "
+            f"or none at all, and write a file of that name as ./{value:g}."
         )
-    if not math.isfinite(word) or word < 0:
-        return f"gives the weight {word:g}; weights must be finite and not negative."
+    if not math.isfinite(value) or value < 0:
+        return f"gives the weight {value:g}; weights must be finite and not negative."
     return None
 
 
@@ -89,7 +89,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         ConfigError: The text is not made of such numbers.
     """
     try:
-        shares = [float(word) for word in text.split(",")]
+        shares = [float(number_text) for number_text in text.split(",")]
     except ValueError:
         shares = []
     are_valid = all(share >= 0 for share in shares) and math.isfinite(sum(shares))
@@ -135,28 +135,42 @@ def split_documents(
             f"{file.prefix} does not say where documents end: --split {text} cuts its tokens"
         )
     bounds = [round(share * float(num_units)) for share in itertools.accumulate(split, initial=0.0)]
-
-    def open_split(split_index: int, split_name: str) -> TokenStream | None:
-        """Return the stream of a split by its index in `split`, or None if its fraction is 0."""
+    streams: list[TokenStream | None] = []
+    for split_index, split_name in enumerate(("training", "validation")):
         first_unit, end_unit = bounds[split_index], bounds[split_index + 1]
         if split[split_index] == 0:
-            return None
-        if first_unit >= end_unit:
+            streams.append(None)
+        elif first_unit < end_unit:
+            streams.append(_open_units(file, first_unit, end_unit, vocab_size))
+        else:
             raise DataError(
                 f"--split {text} leaves no {unit_name} for {split_name} of {file.prefix}, which "
                 f"has {num_units:,} {unit_name}; change the split, or give more text."
             )
-        if isinstance(file, FlatTokenFile):
-            return TokenStream(file, start=first_unit, stop=end_unit, vocab_size=vocab_size)
-        return TokenStream(
-            file,
-            start=file.document_start(first_unit),
-            stop=file.document_start(end_unit),
-            num_documents=end_unit - first_unit,
-            vocab_size=vocab_size,
-        )
+    training, validation = streams
+    return training, validation
 
-    return open_split(0, "training"), open_split(1, "validation")
+
+def _open_units(
+    file: AnyTokenFile, first_unit: int, end_unit: int, vocab_size: int | None
+) -> TokenStream:
+    """Return the stream of consecutive documents of a file, or tokens of a flat file.
+
+    Args:
+        file: The token file.
+        first_unit: The first document or token, counted from 0.
+        end_unit: The document or token after the last one.
+        vocab_size: As for `TokenStream`.
+    """
+    if isinstance(file, FlatTokenFile):
+        return TokenStream(file, start=first_unit, stop=end_unit, vocab_size=vocab_size)
+    return TokenStream(
+        file,
+        start=file.document_start(first_unit),
+        stop=file.document_start(end_unit),
+        num_documents=end_unit - first_unit,
+        vocab_size=vocab_size,
+    )
 
 
 def split_rows(

@@ -40,7 +40,7 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
     names_by_reason: dict[str, list[str]] = defaultdict(list)
     text_files: list[Path] = []
     for path in paths:
-        if reason := _exclusion_reason(path, folder):
+        if reason := _find_exclusion_reason(path, folder):
             names_by_reason[reason].append(str(path.relative_to(folder)))
         else:
             text_files.append(path)
@@ -99,7 +99,7 @@ def _walk_folder(folder: Path, option: str) -> list[Path]:
     return sorted(paths)
 
 
-def _exclusion_reason(path: Path, folder: Path) -> str | None:
+def _find_exclusion_reason(path: Path, folder: Path) -> str | None:
     """Return why a file in a folder is not read as text; None if it is."""
     relative = path.relative_to(folder)
     if any(name.startswith(".") for name in relative.parts):

@@ -154,7 +154,7 @@ def check_dataset_name(dataset_name: str, file_option: str) -> None:
         raise DataError(f"--dataset_name {dataset_name} does not exist; check the path.")
 
 
-def dataset_files(dataset_name: str) -> Stamps:
+def stamp_dataset_files(dataset_name: str) -> Stamps:
     """Return the files of a data set that `save_to_disk` wrote; none for one on the Hub.
 
     Raises:
@@ -167,7 +167,7 @@ def dataset_files(dataset_name: str) -> Stamps:
     return {path: file_stamp(path) for path in paths if path.is_file()}
 
 
-def dataset_identity(
+def identify_dataset(
     dataset_name: str,
     dataset_config_name: str | None,
     *,

@@ -21,14 +21,14 @@ from llm.data.text_identity import (
     Json,
     Stamps,
     check_file,
-    dataset_files,
-    dataset_identity,
     file_identity,
     file_options,
     file_stamp,
+    identify_dataset,
     make_provenance,
     provenance_digest,
     sample_digest,
+    stamp_dataset_files,
 )
 from llm.errors import DataError
 from llm.runtime.files import temporary_folder
@@ -74,7 +74,7 @@ class Text:
             DataError: The file or folder does not exist, or is of another kind.
         """
         if self.split is not None:
-            return dataset_files(self.name)
+            return stamp_dataset_files(self.name)
         files = {}
         for path in map(Path, self.paths):
             check_file(path, self.option)
@@ -92,7 +92,7 @@ class Text:
         """
         digest_by_path = {path: sample_digest(path) for path in files}
         if self.split is not None:
-            identity = dataset_identity(
+            identity = identify_dataset(
                 self.name,
                 self.config_name,
                 split=self.split,
@@ -166,7 +166,7 @@ class TextJob:
 
     @classmethod
     def from_json(cls, line: bytes) -> "TextJob":
-        """Return the job that `run_job` has written."""
+        """Return the job that `run_text_job` has written."""
         values = json.loads(line)
         text, tokenizer = Text(**values.pop("text")), TokenizerCopy(**values.pop("tokenizer"))
         return cls(text=text, tokenizer=tokenizer, **values)
@@ -220,7 +220,7 @@ class TextEncoding:
                 workers=workers,
                 prefix=str(folder / "tokens"),
             )
-            run_job(job)
+            run_text_job(job)
 
     @contextlib.contextmanager
     def _copy_tokenizer(self) -> Iterator[TokenizerCopy]:
@@ -242,7 +242,7 @@ class TextEncoding:
             )
 
 
-def run_job(job: TextJob) -> None:
+def run_text_job(job: TextJob) -> None:
     """Make token files in a subprocess, forward its log, and end it with this process.
 
     Raises:
@@ -275,7 +275,7 @@ def run_job(job: TextJob) -> None:
         process.wait()
         _close_pipe(process.stdin)
         process.stdout.close()
-    _check_exit_code(exit_code, output_lines, text_name=job.text.name)
+    _raise_job_error(exit_code, output_lines, text_name=job.text.name)
 
 
 @contextlib.contextmanager
@@ -290,7 +290,7 @@ def _kill_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[No
         kill_timer.cancel()
 
 
-def _check_exit_code(exit_code: int, output_lines: list[str], *, text_name: str) -> None:
+def _raise_job_error(exit_code: int, output_lines: list[str], *, text_name: str) -> None:
     """Log the output of a subprocess as warnings, and raise the error that it ended with.
 
     Args:

@@ -13,7 +13,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def bounded_workers(requested_workers: int | None, *, max_workers: int | None = None) -> int:
+def limit_workers(requested_workers: int | None, *, max_workers: int | None = None) -> int:
     """Return the requested number of workers, limited to a useful number.
 
     Args:

@@ -155,12 +155,12 @@ class OptimizerOptions:
         return optimizer_kinds(type(self)).get(name, OptimizerKind())
 
     @property
-    def around_optimizer(self) -> str | None:
+    def step_change_option(self) -> str | None:
         """The option that changes the steps of `optimizer`; None if nothing does."""
         return None
 
     @property
-    def besides_optimizer(self) -> str | None:
+    def extra_optimizer_option(self) -> str | None:
         """The option that trains weights besides `optimizer`; None if that trains all of them."""
         return None
 

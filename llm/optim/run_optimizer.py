@@ -96,11 +96,11 @@ class RunOptimizer:
         """
         return None
 
-    def begin_load(self, list_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+    def prepare_load(self, list_saved_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Allocate the state that is read from a checkpoint next, if it does not exist yet.
 
         Args:
-            list_tensors: Returns the checkpoint's tensors by path, on the meta device.
+            list_saved_tensors: Returns the checkpoint's tensors by path, on the meta device.
         """
 
     def parts(self) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _all_reduce_in_bf16(
     return future
 
 
-def order_buckets(loss: nn.Module, device: torch.device) -> None:
+def order_gradient_buckets(loss: nn.Module, device: torch.device) -> None:
     """Let DistributedDataParallel order its buckets of gradients now, by a backward pass.
 
     By default it does so after its first backward pass, in the order of arriving gradients. An

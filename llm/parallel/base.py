@@ -16,7 +16,7 @@ from llm.data.loader import MicroBatch
 from llm.metrics.rank_times import ComputeClock
 from llm.models.weight_casts import cast_weights_once
 from llm.optim.run_optimizer import RunOptimizer
-from llm.parallel.accelerator import order_buckets
+from llm.parallel.accelerator import order_gradient_buckets
 from llm.parallel.float8 import convert_to_fp8
 from llm.runtime.labels import IGNORED
 
@@ -48,7 +48,7 @@ class AcceleratedStrategy:
         sequence: This rank's shard of each sample; None if every rank has whole samples.
         run_optimizer: The optimizer, and what else it does in a step; `prepare` makes it.
         optimizer: The optimizer alone.
-        answer_delay: Maximum calls of `any_rank` between a flag and its answer.
+        answer_delay: Maximum calls of `reduce_flags` between a flag and its answer.
         parameters: The trained parameters of the model; DTensors if sharded.
         local_parameters: Tensors that the optimizer updates: `parameters`, or this rank's shards.
         sum_names: Names of the sums that `forward_backward` returns, from the loss.
@@ -102,7 +102,7 @@ class AcceleratedStrategy:
         self.local_parameters = _optimizer_parameters(self.optimizer)
         self.wrapped = self._wrap_loss()
         with self.autocast():
-            order_buckets(self.wrapped, self.device)
+            order_gradient_buckets(self.wrapped, self.device)
 
     def _shard_model(self) -> None:
         """Replace the model's parameters by this rank's shards of them."""
@@ -144,7 +144,7 @@ class AcceleratedStrategy:
         for parameter in self.parameters:  # not the optimizer's tensors, which may be shards
             parameter.grad = None
         # The all-reduce takes the mean over ranks, but the step's loss is a sum over them.
-        self.token_weight = self._gradient_ranks / num_tokens
+        self.token_weight = self._num_gradient_ranks / num_tokens
         local_batches = [self._local_batch(micro_batch) for micro_batch in micro_batches]
         sums = self._accumulate_gradients(local_batches)
         self._reduce_gradients()
@@ -153,7 +153,7 @@ class AcceleratedStrategy:
         return sums
 
     @property
-    def _gradient_ranks(self) -> int:
+    def _num_gradient_ranks(self) -> int:
         """Number of ranks that average their gradients."""
         return self.world_size
 
@@ -167,7 +167,7 @@ class AcceleratedStrategy:
         with self._record_step(), self._weight_casts(len(micro_batches)):
             for index, micro_batch in enumerate(micro_batches):
                 is_last = index == len(micro_batches) - 1
-                with self._gradient_sync(is_last):
+                with self._configure_gradient_sync(is_last):
                     with self.autocast():
                         objective, sums = self.wrapped(*micro_batch)
                     if is_last and self.compute_clock is not None:
@@ -188,7 +188,7 @@ class AcceleratedStrategy:
         casts_pay_off = is_half_precision and num_micro_batches > 1
         return cast_weights_once(self.device) if casts_pay_off else contextlib.nullcontext()
 
-    def _gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+    def _configure_gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce gradients in the backward of a step's last micro-batch only (no_sync)."""
         return contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.wrapped)
 
@@ -213,7 +213,7 @@ class AcceleratedStrategy:
             else 0.0. Both are equal on all ranks that share weights.
         """
         self.run_optimizer.before_clip(learning_rate=self._learning_rate)
-        norm = self._gradient_norm()
+        norm = self._compute_gradient_norm()
         if max_grad_norm > 0:
             self._clip_gradients(norm, max_grad_norm)
         self.skipped = (~torch.isfinite(norm)).to(torch.float32)
@@ -225,7 +225,7 @@ class AcceleratedStrategy:
             self.scaler.update()
         return norm, self.skipped
 
-    def _gradient_norm(self) -> Tensor:
+    def _compute_gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on all ranks."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -277,7 +277,7 @@ class AcceleratedStrategy:
         """Concatenate equally shaped tensors of all slices of the data; every rank must call it."""
         return self.accelerator.gather(values)  # type: ignore[no-any-return]
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+    def reduce_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Return the flags that any rank has set now or up to `answer_delay` calls ago.
 
         Every rank must call it. The answer is the same on all ranks, and comes once: gloo
@@ -314,7 +314,7 @@ class AcceleratedStrategy:
         """Return model, optimizer and loss scale, by parameter name, as live tensors."""
         named_parameters = self.model.named_parameters()
         name_by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
-        moments = self._optimizer_state()
+        moments = self._collect_optimizer_state()
         return {
             "model": model_tensors(self.model),
             "optimizer": {
@@ -325,7 +325,7 @@ class AcceleratedStrategy:
             "scaler": {} if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def _optimizer_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+    def _collect_optimizer_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Return the optimizer's state by the model's parameters, for those that have one."""
         return self.optimizer.state
 
@@ -363,7 +363,7 @@ class AcceleratedStrategy:
         """
         return {MODEL_TENSORS + name for name, _ in self.model.named_buffers()}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def gather_full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on the host, for export.
 
         Every rank must call it; all but rank 0 get an empty dict.

@@ -12,7 +12,7 @@ BUCKET_BYTES = 64 * 2**20
 class Bucket:
     """Tensors of one dtype and device, with a flat buffer for all of them.
 
-    Groups of tensors come from `bucket_groups`.
+    Groups of tensors come from `group_for_buckets`.
 
     Args:
         tensors: One at least.
@@ -44,7 +44,7 @@ class Bucket:
         torch._foreach_copy_(self._tensors, self._views)
 
 
-def bucket_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def group_for_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
 
     Args:

@@ -11,6 +11,7 @@ of a model interact in that function only, which `check_context_parallel` tests 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class SequenceShard:
         shard_index = dims.coordinates(rank)["context"]
         self.num_chunks = 2 * dims.context
         self.chunks = shard_index, self.num_chunks - 1 - shard_index
-        self._group, _ = dist.new_subgroups_by_enumeration(dims.groups("context"))
+        self._group, _ = dist.new_subgroups_by_enumeration(dims.list_rank_groups("context"))
 
     def local_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's shard of a micro-batch, with each token's position in its sample."""
@@ -245,19 +246,16 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
     shards = torch.cat([first_half, second_half.flip(0)], dim=1)
     input_ids = random_tokens(model, len(sequence))
 
-    def logits_of(tokens: Tensor) -> Tensor:
-        logits: Tensor = run_model(model, input_ids[tokens], positions[tokens], None).logits
-        return logits.float()
-
+    compute_logits = partial(_compute_logits, model, input_ids, positions)
     kernel = model.config._attn_implementation
     try:
         with evaluation_mode(model):
             # Before the whole sequence: some rotary embeddings remember the longest they have seen.
-            last_shard_logits = logits_of(shards[-1:])
-            full_logits = logits_of(sequence.unsqueeze(0))[0, shards]
-            shard_logits = logits_of(shards)
+            last_shard_logits = compute_logits(shards[-1:])
+            full_logits = compute_logits(sequence.unsqueeze(0))[0, shards]
+            shard_logits = compute_logits(shards)
             _simulate_ranks(model, shards)
-            parallel_logits = logits_of(shards)
+            parallel_logits = compute_logits(shards)
         max_error = max(
             max_difference(parallel_logits, full_logits),
             max_difference(last_shard_logits, shard_logits[-1:]),
@@ -275,6 +273,23 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
             f"{model.config.model_type}: its tokens meet elsewhere than in ordinary attention, or "
             "take no positions from outside; leave it out, or choose another architecture."
         )
+
+
+def _compute_logits(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, token_indices: Tensor
+) -> Tensor:
+    """Return the logits of some tokens in float32, [rows, tokens, vocabulary].
+
+    Args:
+        model: A causal language model.
+        input_ids: All tokens.
+        positions: Their positions.
+        token_indices: Indices of the tokens of each row, [rows, tokens].
+    """
+    logits: Tensor = run_model(
+        model, input_ids[token_indices], positions[token_indices], None
+    ).logits
+    return logits.float()
 
 
 def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:

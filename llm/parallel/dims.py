@@ -55,14 +55,14 @@ class ParallelDims:
         return self.replicate == self.world_size and self.expert == 1
 
     @property
-    def experts_alone(self) -> bool:
+    def shards_only_experts(self) -> bool:
         """Whether experts are the only weights that are divided within a stage."""
         return self.expert > 1 and self.shard == 1
 
     @property
     def mesh_sizes(self) -> tuple[int, int, int, int]:
         """Pipeline stages, replicas, ranks that hold different shards or experts, and tensor."""
-        if self.experts_alone:
+        if self.shards_only_experts:
             return self.pipeline, self.replicate // self.expert, self.expert, self.tensor
         return self.pipeline, self.replicate, self.shard * self.context, self.tensor
 
@@ -82,7 +82,7 @@ class ParallelDims:
         """Return a number that ranks share if and only if they process the same tokens."""
         return self.data_rank(rank) * self.context + self.coordinates(rank)["context"]
 
-    def groups(self, *axes: Axis) -> list[list[int]]:
+    def list_rank_groups(self, *axes: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ only on these axes; each rank is in one group."""
         ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinates in enumerate(itertools.product(*map(range, self.sizes))):
@@ -94,20 +94,24 @@ class ParallelDims:
             ranks_by_coordinates.setdefault(fixed_coordinates, []).append(rank)
         return list(ranks_by_coordinates.values())
 
-    def exchange_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+    def list_expert_groups(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the groups of ranks that divide all experts, and that hold the same ones.
 
         The first are neighbors, because they send tokens to each other. The ranks of a group of
         the second kind share their experts' weights, as shards.
         """
-        shard_groups = self.groups("shard")
-        exchanging = [
-            ranks[start : start + self.expert]
+        shard_groups = self.list_rank_groups("shard")
+        exchange_groups = [
+            ranks[first_index : first_index + self.expert]
             for ranks in shard_groups
-            for start in range(0, self.shard, self.expert)
+            for first_index in range(0, self.shard, self.expert)
         ]
-        sharing = [ranks[i :: self.expert] for ranks in shard_groups for i in range(self.expert)]
-        return exchanging, sharing
+        sharing_groups = [
+            ranks[expert_index :: self.expert]
+            for ranks in shard_groups
+            for expert_index in range(self.expert)
+        ]
+        return exchange_groups, sharing_groups
 
     def describe(self) -> str:
         """Return the axes of more than one rank, for the log."""
@@ -116,7 +120,7 @@ class ParallelDims:
         return (" x ".join(sizes) or "one rank") + experts
 
 
-def parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
+def make_parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDims:
     """Return the dims of a run; remaining ranks become replicas.
 
     Raises:

@@ -43,10 +43,10 @@ def make_expert_groups(dims: ParallelDims, mesh: DeviceMesh) -> ExpertGroups:
     """
     if mesh["shard"].size() == dims.expert:
         return ExpertGroups(mesh.get_group("shard"), None)
-    exchanging, sharing = (
-        dist.new_subgroups_by_enumeration(groups)[0] for groups in dims.exchange_groups()
+    exchange_group, sharing_group = (
+        dist.new_subgroups_by_enumeration(groups)[0] for groups in dims.list_expert_groups()
     )
-    return ExpertGroups(exchanging, sharing)
+    return ExpertGroups(exchange_group, sharing_group)
 
 
 def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
@@ -63,14 +63,7 @@ def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
     expert_counts = sorted({experts.num_experts for experts in find_experts(model).values()})
     model_type, option = model.config.model_type, f"--expert_parallel_size {dims.expert}"
     if not expert_counts:
-        settings = model.config.get_text_config().to_dict()
-        has_experts = any("experts" in name and value for name, value in settings.items())
-        if has_experts or find_routed_experts(model):
-            raise ConfigError(
-                f"{option} cannot divide the experts of {model_type}, which lack transformers' "
-                "common interface of experts; leave it out."
-            )
-        raise ConfigError(f"{option} divides experts, and {model_type} has none; leave it out.")
+        raise _missing_experts_error(model, option)
     sizes = [(option, dims.expert)]
     if dims.shard > 1:  # a shard has the same number of whole experts on each rank
         sizes.append((f"--data_parallel_shard_size {dims.shard}", dims.shard))
@@ -83,6 +76,23 @@ def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
                     f"{model_type}, which --expert_parallel_size needs; choose one of "
                     f"{', '.join(divisors)}."
                 )
+
+
+def _missing_experts_error(model: PreTrainedModel, option: str) -> ConfigError:
+    """Return the error for a model without experts that can be divided.
+
+    Args:
+        model: The model.
+        option: The option with its value.
+    """
+    model_type, settings = model.config.model_type, model.config.get_text_config().to_dict()
+    has_experts = any("experts" in name and value for name, value in settings.items())
+    if has_experts or find_routed_experts(model):
+        return ConfigError(
+            f"{option} cannot divide the experts of {model_type}, which lack transformers' "
+            "common interface of experts; leave it out."
+        )
+    return ConfigError(f"{option} divides experts, and {model_type} has none; leave it out.")
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, groups: ExpertGroups) -> list[nn.Parameter]:
@@ -144,11 +154,13 @@ class _ExpertDispatch:
         self._num_experts = int(experts.num_experts)
         self._num_ranks = groups.exchange.size()
         self._num_local_experts = self._num_experts // self._num_ranks
-        num_sharing = 1 if groups.sharing is None else groups.sharing.size()
+        num_sharing_ranks = 1 if groups.sharing is None else groups.sharing.size()
         # A rank's experts are chunks that are `num_ranks` apart.
         chunks = torch.arange(self._num_experts + 1)
-        chunks[:-1] = chunks[:-1].view(self._num_ranks, num_sharing, -1).transpose(0, 1).flatten()
-        self._positions = chunks if num_sharing > 1 else None
+        chunks[:-1] = (
+            chunks[:-1].view(self._num_ranks, num_sharing_ranks, -1).transpose(0, 1).flatten()
+        )
+        self._positions = chunks if num_sharing_ranks > 1 else None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, width].
@@ -168,34 +180,41 @@ class _ExpertDispatch:
         local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
         dist.all_to_all_single(local_counts, counts, group=self._groups.exchange)
         counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
-        sizes = _HostCopy(counts_by_rank.sum(2))
+        message_sizes = _HostCopy(counts_by_rank.sum(2))
         # The device has this to do while the host waits for the sizes.
         sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
         tokens = _to_autocast_dtype(hidden_states[sent_order // k])
-        shards, weights = self._local_weights()
-        num_sent, num_received = sizes.wait()
-        if sum(num_sent) < len(sent_order):  # the last ones have no expert
-            sent_order, tokens = sent_order[: sum(num_sent)], tokens[: sum(num_sent)]
+        shards, weights = self._gather_local_weights()
+        num_sent_by_rank, num_received_by_rank = message_sizes.wait()
+        if sum(num_sent_by_rank) < len(sent_order):  # the last ones have no expert
+            sent_order, tokens = (
+                sent_order[: sum(num_sent_by_rank)],
+                tokens[: sum(num_sent_by_rank)],
+            )
 
-        tokens = all_to_all_single_autograd(tokens, num_received, num_sent, self._groups.exchange)
+        tokens = all_to_all_single_autograd(
+            tokens, num_received_by_rank, num_sent_by_rank, self._groups.exchange
+        )
         local_ids = torch.arange(self._num_local_experts, device=tokens.device)
         local_ids = local_ids.repeat(self._num_ranks)
-        local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received))
+        local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received_by_rank))
         outputs = self._run_local_experts(tokens, local_ids, weights)
         if self._groups.sharing is not None:
             outputs = _FreeExperts.apply(  # type: ignore[no-untyped-call]
                 outputs, self._groups.sharing, *shards.values(), *weights.values()
             )
         outputs = outputs.contiguous()
-        outputs = all_to_all_single_autograd(outputs, num_sent, num_received, self._groups.exchange)
+        outputs = all_to_all_single_autograd(
+            outputs, num_sent_by_rank, num_received_by_rank, self._groups.exchange
+        )
 
         outputs = outputs.new_zeros(len(expert_ids), outputs.shape[1]).index_copy(
             0, sent_order, outputs
         )
-        weighted = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(hidden_states.dtype)
+        weighted_outputs = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+        return weighted_outputs.sum(1).to(hidden_states.dtype)
 
-    def _local_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _gather_local_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this rank's shards of experts, and the weights of the experts that it computes."""
         shards = {
             name: parameter.to_local()

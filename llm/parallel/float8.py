@@ -58,7 +58,7 @@ def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def scaled_for_gathers(model: nn.Module) -> Iterator[None]:
+def precomputed_float8_scales(model: nn.Module) -> Iterator[None]:
     """Compute the scales of all weights gathered in float8, in one all-reduce.
 
     Outside of the context each gather computes its scale, with an all-reduce per weight. A scale

@@ -41,9 +41,9 @@ from llm.parallel.expert_parallel import (
     divide_experts,
     make_expert_groups,
 )
-from llm.parallel.float8 import scaled_for_gathers, unwrap_float8_weight
+from llm.parallel.float8 import precomputed_float8_scales, unwrap_float8_weight
 from llm.parallel.options import ParallelOptions
-from llm.parallel.tensor import divide_layers, partial_gradients
+from llm.parallel.tensor import divide_layers, find_partial_gradients
 
 _BF16_POLICY = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -87,7 +87,7 @@ class ShardedStrategy(AcceleratedStrategy):
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
         self._expert_groups = make_expert_groups(dims, self.mesh) if dims.expert > 1 else None
-        self._uses_ddp = dims.experts_alone
+        self._uses_ddp = dims.shards_only_experts
         self.sequence = SequenceShard(dims, self.rank) if dims.context > 1 else None
         self._sequence_parallel = options.sequence_parallel
         self._partial_gradients: list[str] = []
@@ -109,13 +109,15 @@ class ShardedStrategy(AcceleratedStrategy):
         if self.sequence is not None:
             divide_attention(self.model, self.sequence)
         self._divide_layers()
-        if self.dims.experts_alone:
+        if self.dims.shards_only_experts:
             self._divide_experts(self.model, self._gradient_mesh)
-        elif self._gradient_ranks > 1:
+        elif self._num_gradient_ranks > 1:
             blocks = [*find_blocks(self.model)]
             embedding_and_head = _untied_embedding_and_head(self.loss)
             self._divide_experts(self.model, self._gradient_mesh)
-            self._shard_modules(self.loss, blocks, self._gradient_mesh, ends=embedding_and_head)
+            self._shard_modules(
+                self.loss, blocks, self._gradient_mesh, separate_modules=embedding_and_head
+            )
             register_fsdp_forward_method(self.loss, "predictions")
             if embedding_and_head:
                 self._shard_embedding_and_head(*embedding_and_head)
@@ -130,7 +132,7 @@ class ShardedStrategy(AcceleratedStrategy):
             sequence_parallel = self._sequence_parallel
             divide_layers(self.model, self.mesh["tensor"], sequence_parallel=sequence_parallel)
             if sequence_parallel:
-                self._partial_gradients = partial_gradients(self.model)
+                self._partial_gradients = find_partial_gradients(self.model)
 
     def _divide_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Apply expert parallelism before FSDP, which ignores the results."""
@@ -150,7 +152,7 @@ class ShardedStrategy(AcceleratedStrategy):
         blocks: Sequence[nn.Module],
         mesh: DeviceMesh,
         *,
-        ends: Sequence[nn.Module] = (),
+        separate_modules: Sequence[nn.Module] = (),
         **options: Any,
     ) -> None:
         """Shard each block as one group, and everything else as the group of the root.
@@ -164,23 +166,25 @@ class ShardedStrategy(AcceleratedStrategy):
             root: The module that runs the blocks in its forward.
             blocks: The transformer blocks in it.
             mesh: The ranks.
-            ends: Modules in it that are sharded later, as separate groups.
+            separate_modules: Modules in it that are sharded later, as separate groups.
             options: Further arguments of `fully_shard`.
         """
         gathers_in_bf16 = self._gathers_in_bf16
         policy = _BF16_POLICY if gathers_in_bf16 else MixedPrecisionPolicy()
         # The root comes first, so that it does not look for such weights in sharded blocks.
         block_parameters = {
-            parameter for module in (*blocks, *ends) for parameter in module.parameters()
+            parameter
+            for module in (*blocks, *separate_modules)
+            for parameter in module.parameters()
         }
         root_parameters: set[nn.Parameter] = set()
         if gathers_in_bf16:
-            root_parameters.update(*(_float32_weights(block) for block in blocks))
+            root_parameters.update(*(_find_float32_weights(block) for block in blocks))
         fully_shard(root, mesh=mesh, ignored_params=block_parameters - root_parameters, **options)
         for block in blocks:
             ignored_params = set(self._divided_experts)
             if gathers_in_bf16:
-                ignored_params |= _float32_weights(block)  # sharding has replaced the tensors
+                ignored_params |= _find_float32_weights(block)  # sharding has replaced the tensors
             fully_shard(
                 block, mesh=mesh, mp_policy=policy, ignored_params=ignored_params, **options
             )
@@ -261,14 +265,18 @@ class ShardedStrategy(AcceleratedStrategy):
         return self.sequence.gather(likeliest, 1), self.sequence.gather(log_probs, 1)
 
     @property
-    def _gradient_ranks(self) -> int:
+    def _num_gradient_ranks(self) -> int:
         return self.dims.data_ranks * self.dims.context
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Keep no copies, because gathered weights are freed after each block."""
-        return scaled_for_gathers(self.model) if self._gathers_in_fp8 else contextlib.nullcontext()
+        return (
+            precomputed_float8_scales(self.model)
+            if self._gathers_in_fp8
+            else contextlib.nullcontext()
+        )
 
-    def _gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+    def _configure_gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
 
         The reduce-scatter over shards runs in every micro-batch, unless unsharded gradients may
@@ -277,7 +285,7 @@ class ShardedStrategy(AcceleratedStrategy):
         head after its backward pass.
         """
         if self._uses_ddp:
-            return super()._gradient_sync(is_last)
+            return super()._configure_gradient_sync(is_last)
         if not isinstance(self.loss, FSDPModule):
             return contextlib.nullcontext()
         self.loss.set_requires_all_reduce(is_last)
@@ -317,22 +325,22 @@ class ShardedStrategy(AcceleratedStrategy):
             return
         parameters = [self.model.get_parameter(name) for name in self._partial_gradients]
         gradients = [local_tensor(p.grad) for p in parameters]
-        message = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(message, group=self.mesh.get_group("tensor"))
+        flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat_gradients, group=self.mesh.get_group("tensor"))
         sizes = [gradient.numel() for gradient in gradients]
-        for gradient, gradient_sum in zip(gradients, message.split(sizes), strict=True):
+        for gradient, gradient_sum in zip(gradients, flat_gradients.split(sizes), strict=True):
             gradient.copy_(gradient_sum.view_as(gradient))
 
     def _norm_parameters(self) -> list[Tensor]:
         """Return the parameters with gradients that this rank adds to the norm."""
         return self.parameters
 
-    def _gradient_norm(self) -> Tensor:
+    def _compute_gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient; each shard counts once."""
         gradients_by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for parameter in self._norm_parameters():
             if parameter.grad is not None:
-                axes = _sharded_axes(parameter)
+                axes = _find_sharded_axes(parameter)
                 gradients_by_axes.setdefault(axes, []).append(local_tensor(parameter.grad))
         squared_norm = torch.zeros((), device=self.device)
         # Sorted, so that all ranks call the collectives in the same order.
@@ -356,7 +364,7 @@ class ShardedStrategy(AcceleratedStrategy):
         slice_values: Tensor = values_by_rank[list(first_rank_by_slice.values())]
         return slice_values.flatten(0, 1)
 
-    def _optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
+    def _collect_optimizer_state(self) -> dict[Tensor, dict[str, Tensor]]:
         """Return the optimizer's state by the model's parameters, as DTensors like these."""
         named_parameters = self.model.named_parameters()
         name_by_parameter: dict[Tensor, str] = {p: name for name, p in named_parameters}
@@ -366,7 +374,7 @@ class ShardedStrategy(AcceleratedStrategy):
             for key, value in state.items():
                 path = f"{OPTIMIZER_TENSORS}{name_by_parameter[parameter]}/{key}"
                 if self.run_optimizer.owner_of(path) is None:  # else whole, at its owner
-                    state[key] = as_dtensor(value, like=parameter)
+                    state[key] = wrap_as_dtensor(value, like=parameter)
             if state:
                 state_by_parameter[parameter] = state
         return state_by_parameter
@@ -386,12 +394,12 @@ class ShardedStrategy(AcceleratedStrategy):
         reshard(self.wrapped)
         state = super().state_dict()
         shards = {
-            name: as_dtensor(local_tensor(tensor), like=tensor)
+            name: wrap_as_dtensor(local_tensor(tensor), like=tensor)
             for name, tensor in state["model"].items()
         }
         return state | {"model": shards}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def gather_full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
         state_dict = {}
@@ -402,7 +410,7 @@ class ShardedStrategy(AcceleratedStrategy):
         return state_dict
 
 
-def _float32_weights(block: nn.Module) -> set[nn.Parameter]:
+def _find_float32_weights(block: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of a block that bf16 runs use in float32.
 
     These are the parameters of routers in float32, and of modules that have a gain or a bias, and
@@ -457,12 +465,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor; every rank that holds a shard must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    dtensor: Any = as_dtensor(local_tensor(tensor), like=tensor)
+    dtensor: Any = wrap_as_dtensor(local_tensor(tensor), like=tensor)
     gathered: Tensor = dtensor.full_tensor()
     return gathered
 
 
-def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
+def wrap_as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
     """Return a local tensor, such as a moment, as the shard of a whole one, in the same memory.
 
     Args:
@@ -475,15 +483,15 @@ def as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
     shape, stride = like.shape, like.stride()
     local_shape = local_tensor(like).shape
     if local.shape != local_shape:
-        sides = zip(local.shape, local_shape, shape, strict=True)
-        shape = torch.Size([whole if side == shard else side for side, shard, whole in sides])
+        sizes = zip(local.shape, local_shape, shape, strict=True)
+        shape = torch.Size([full if size == shard else size for size, shard, full in sizes])
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
 
 
-def _sharded_axes(parameter: Tensor) -> tuple[str, ...]:
+def _find_sharded_axes(parameter: Tensor) -> tuple[str, ...]:
     """Return the mesh axes that shard a parameter."""
     if not isinstance(parameter, DTensor):
         return ()

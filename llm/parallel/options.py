@@ -98,7 +98,7 @@ class ParallelOptions:
     )
 
 
-def parallel_problems(options: ParallelOptions) -> list[str]:
+def find_parallel_problems(options: ParallelOptions) -> list[str]:
     """Return a sentence for each combination of these options that cannot work."""
     problems = []
     is_interleaved = options.pipeline_schedule == "interleaved-1f1b"

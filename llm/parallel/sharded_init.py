@@ -11,6 +11,7 @@ Each rank reads its shards of pretrained weights from safetensors, one file at a
 import copy
 import logging
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llm.models.build import find_biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
@@ -63,15 +64,9 @@ def fill_model(
         files: All files of the pretrained weights; empty to initialize the model.
         transforms: Changes to the initial weights, in their order.
     """
-    model_class, config = type(model), model.config
-
-    def make_meta_model() -> PreTrainedModel:
-        with torch.device("meta"):
-            meta_model: PreTrainedModel = model_class(copy.deepcopy(config))
-        return meta_model
-
+    make_meta_model = partial(_make_meta_model, type(model), model.config)
     loaded_names = {name for file in files for name in file.key_by_name}
-    init_shards(model, make_meta_model, seed=seed, device=device, loaded=loaded_names)
+    init_shards(model, make_meta_model, seed=seed, device=device, loaded_names=loaded_names)
     _load_shards(model, files)
     for transform in transforms:
         transform.change_initial_weights(model)
@@ -79,6 +74,14 @@ def fill_model(
         with torch.no_grad():
             for bias in find_biases(model):
                 bias.zero_()
+
+
+def _make_meta_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
+    """Return a whole model on the meta device; the configuration is copied."""
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
 
 
 def _load_shards(model: PreTrainedModel, files: Sequence[WeightFile]) -> None:
@@ -96,7 +99,7 @@ def init_shards(
     *,
     seed: int,
     device: torch.device,
-    loaded: Container[str] = (),
+    loaded_names: Container[str] = (),
 ) -> None:
     """Allocate a sharded model on the meta device, and initialize its shards.
 
@@ -110,13 +113,13 @@ def init_shards(
         make_meta_model: Returns an unsharded model of the same configuration on the meta device.
         seed: The run's seed.
         device: Device of the parameters and buffers.
-        loaded: Names of weights that keep their allocated contents.
+        loaded_names: Names of weights that keep their allocated contents.
     """
     _allocate_tensors(model, device)
     meta_model = make_meta_model()
     _exclude_tied_weights(meta_model)
     try:
-        ShardedDraws(meta_model, model, seed=seed, loaded=loaded).initialize(device)
+        ShardedDraws(meta_model, model, seed=seed, loaded_names=loaded_names).initialize(device)
     except _NeedsWholeModelError as error:
         logger.warning(
             f"Each rank initializes the whole {type(model).__name__} and then keeps its shards, "
@@ -126,7 +129,7 @@ def init_shards(
         materialize(full_model, seed=seed, device=device)
         target_by_name = _named_tensors(model)
         for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
-            if name in target_by_name and name not in loaded:
+            if name in target_by_name and name not in loaded_names:
                 _copy_shard(target_by_name[name], tensor.detach())
 
 
@@ -189,12 +192,14 @@ class ShardedDraws(KeyedDraws):
         model: PreTrainedModel,
         *,
         seed: int,
-        loaded: Container[str] = (),
+        loaded_names: Container[str] = (),
     ) -> None:
         super().__init__(meta_model, seed)
         self._meta_model = meta_model
         self._target_by_name = {
-            name: tensor for name, tensor in _named_tensors(model).items() if name not in loaded
+            name: tensor
+            for name, tensor in _named_tensors(model).items()
+            if name not in loaded_names
         }
         self._device = _META  # until `initialize` sets the device of the whole tensors
         self._open_tensor: _OpenTensor | None = None

@@ -21,7 +21,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from llm.errors import ConfigError
 from llm.parallel.residual import ResidualStream
-from llm.parallel.tensor_plans import TensorPlan, sequence_plan, tensor_plan
+from llm.parallel.tensor_plans import TensorPlan, make_tensor_plan, sequence_plan
 
 _NUM_FUSED_MATRICES = 3  # query, key and value, side by side in the columns of GPT-2
 _COLUMN_STYLES = ("colwise", "conv1d_heads")
@@ -43,7 +43,7 @@ def divide_layers(
     Raises:
         ConfigError: The model's plan leaves out a weight that must be sharded too.
     """
-    plan = tensor_plan(model)
+    plan = make_tensor_plan(model)
     stream = ResidualStream(mesh, sharded=sequence_parallel)
     patched_styles = _PATCHED_STYLES | _LINEAR_STYLES if sequence_parallel else _PATCHED_STYLES
     for name, style in plan.styles.items():
@@ -57,7 +57,7 @@ def divide_layers(
         library_style.install_forward(module, mesh)
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
-    elif _dropout_fields(model, "att"):
+    elif _find_dropout_fields(model, "att"):
         _separate_attention_dropout(model, plan, mesh)
     for name, attribute in plan.per_rank.items():
         module = model.get_submodule(name)
@@ -83,7 +83,7 @@ def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -
     Raises:
         ConfigError: Ranks would drop the same units of different heads or tokens.
     """
-    names = _dropout_fields(model, "" if sequence_parallel else "att")
+    names = _find_dropout_fields(model, "" if sequence_parallel else "att")
     if names:
         option = "--sequence_parallel" if sequence_parallel else "--tensor_parallel_size"
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -
         )
 
 
-def _dropout_fields(model: PreTrainedModel, name_part: str = "") -> list[str]:
+def _find_dropout_fields(model: PreTrainedModel, name_part: str = "") -> list[str]:
     """Return the configuration's fields that turn on dropout, with this part in their names."""
     fields = model.config.to_dict().items()
     other_task_prefixes = ("summary", "classifier")
@@ -112,7 +112,7 @@ def _shard_residual_stream(
     """Compute norms, residual additions and dropouts on this rank's tokens only."""
     plan = sequence_plan(model)
     input_module, last_norm = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
-    if _dropout_fields(model):
+    if _find_dropout_fields(model):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
         rng.begin_before(input_module)
         rng.end_before(last_norm)
@@ -122,7 +122,7 @@ def _shard_residual_stream(
     _gather_output(last_norm, stream, for_layer=False)
 
 
-def partial_gradients(model: PreTrainedModel) -> list[str]:
+def find_partial_gradients(model: PreTrainedModel) -> list[str]:
     """Return the parameters with gradients of a rank's tokens only, if the stream is sharded.
 
     Args:
@@ -131,7 +131,7 @@ def partial_gradients(model: PreTrainedModel) -> list[str]:
     Returns:
         Names of the weights of norms, and of the biases that are added to the residual stream.
     """
-    norm_plan, layer_plan = sequence_plan(model), tensor_plan(model)
+    norm_plan, layer_plan = sequence_plan(model), make_tensor_plan(model)
     row_modules = {name for name, style in layer_plan.styles.items() if style in _ROW_STYLES}
     norm_modules = {*norm_plan.norms, norm_plan.last_norm}
     names = []

@@ -131,7 +131,7 @@ def check_tensor_parallel(config: PreTrainedConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"--tensor_parallel_size {num_ranks} needs a plan of how to divide {model_type}, and "
             f"none exists; divide its weights with --data_parallel_shard_size {num_ranks}, or "
-            f"choose one of {', '.join(planned_model_types())}."
+            f"choose one of {', '.join(list_planned_model_types())}."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text_config, name, None)
@@ -172,7 +172,7 @@ def sequence_plan(model: PreTrainedModel) -> SequencePlan:
     return replace(plan, norms=tuple(_match_modules(model, dict.fromkeys(plan.norms, ""))))
 
 
-def planned_model_types() -> list[str]:
+def list_planned_model_types() -> list[str]:
     """Return the model types of causal language models that have a plan."""
     config_classes = {
         model_type: CONFIG_MAPPING[model_type]
@@ -187,7 +187,7 @@ def planned_model_types() -> list[str]:
     return sorted(library_types | _TENSOR_PLANS.keys())
 
 
-def tensor_plan(model: PreTrainedModel) -> TensorPlan:
+def make_tensor_plan(model: PreTrainedModel) -> TensorPlan:
     """Return the plan of a model, by the names of its modules.
 
     Args:
@@ -202,7 +202,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
             styles=_match_modules(model, llm_plan.styles),
             per_rank=_match_modules(model, llm_plan.per_rank),
         )
-    styles = _match_modules(model, _library_styles(model))
+    styles = _match_modules(model, _read_library_styles(model))
     # It is applied to this rank's columns alone, so that its gradient is partial.
     column_parents = {
         name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"
@@ -219,7 +219,7 @@ def tensor_plan(model: PreTrainedModel) -> TensorPlan:
     return TensorPlan(styles=styles)
 
 
-def _library_styles(model: PreTrainedModel) -> dict[str, str]:
+def _read_library_styles(model: PreTrainedModel) -> dict[str, str]:
     """Return the styles of transformers' plan, by names of modules or patterns of them."""
     styles = dict(model.tp_plan or {})
     head = model.get_output_embeddings()

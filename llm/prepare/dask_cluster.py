@@ -58,7 +58,7 @@ class _EncoderKey(NamedTuple):
     allow_fast: bool
 
     @classmethod
-    def of(cls, encoding: Encoding, *, allow_fast: bool) -> "_EncoderKey":
+    def for_encoding(cls, encoding: Encoding, *, allow_fast: bool) -> "_EncoderKey":
         """Return the key of an encoding's encoder."""
         return cls(
             tokenizer_fingerprint=encoding.tokenizer.fingerprint,
@@ -94,11 +94,12 @@ class DaskCluster:
         # Results of equal calls are not reused: an earlier client's files may be gone.
         executor = self._client.get_executor(pure=False)
         encoding_path = _publish_encoding(encoding, shards)
-        key = _EncoderKey.of(encoding, allow_fast=allow_fast)
+        encoder_key = _EncoderKey.for_encoding(encoding, allow_fast=allow_fast)
         tasks = self._group_shards(shards)
         working_dir = os.getcwd()  # as paths of the sources may be relative
         futures = [
-            executor.submit(_encode_shards, task, key, encoding_path, working_dir) for task in tasks
+            executor.submit(_encode_shards, task, encoder_key, encoding_path, working_dir)
+            for task in tasks
         ]
         try:
             _collect_results(futures, on_result=on_result, on_progress=on_progress)
@@ -121,7 +122,7 @@ class DaskCluster:
 
 
 @contextmanager
-def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
+def connect_to_dask(scheduler_file: str | None) -> Iterator[DaskCluster]:
     """Connect to a running scheduler.
 
     Args:
@@ -137,13 +138,7 @@ def connect(scheduler_file: str | None) -> Iterator[DaskCluster]:
     except ImportError as error:
         raise ConfigError(f"--executor dask needs Dask: {_INSTALL_COMMAND}") from error
     address = os.environ.get("DASK_SCHEDULER_ADDRESS")
-    if scheduler_file is None and not address:
-        raise ConfigError(
-            "--executor dask finds no scheduler; export DASK_SCHEDULER_ADDRESS, or give "
-            "--scheduler_file."
-        )
-    if scheduler_file is not None and not Path(scheduler_file).is_file():
-        raise ConfigError(f"--scheduler_file {scheduler_file} does not exist; start the scheduler.")
+    _check_scheduler_named(scheduler_file, address)
     _silence_libraries()
     scheduler = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
     connection = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
@@ -172,6 +167,17 @@ def _silence_libraries() -> None:
     for name in ("asyncio", *logging.root.manager.loggerDict):  # each sets its level
         if name.partition(".")[0] in ("asyncio", "distributed", "tornado"):
             logging.getLogger(name).disabled = True
+
+
+def _check_scheduler_named(scheduler_file: str | None, address: str | None) -> None:
+    """Refuse to connect without a scheduler's address, or with a file that does not exist."""
+    if scheduler_file is None and not address:
+        raise ConfigError(
+            "--executor dask finds no scheduler; export DASK_SCHEDULER_ADDRESS, or give "
+            "--scheduler_file."
+        )
+    if scheduler_file is not None and not Path(scheduler_file).is_file():
+        raise ConfigError(f"--scheduler_file {scheduler_file} does not exist; start the scheduler.")
 
 
 def _publish_encoding(encoding: Encoding, shards: list[Shard]) -> Path:
@@ -222,7 +228,7 @@ def _collect_results(
 
 
 def _encode_shards(
-    shards: list[tuple[int, Shard]], key: _EncoderKey, encoding_path: Path, working_dir: str
+    shards: list[tuple[int, Shard]], encoder_key: _EncoderKey, encoding_path: Path, working_dir: str
 ) -> list[tuple[int, ShardStats]]:
     """Write a task's shards, except those that a lost worker has written; called on a worker.
 
@@ -232,23 +238,23 @@ def _encode_shards(
     if os.getcwd() != working_dir:
         os.chdir(working_dir)
     results = []
-    for index, (source, stem) in shards:
-        stats = read_shard(stem, verify=True)
-        if stats is None:
-            encoding, encoder = _worker_encoder(key, encoding_path)
-            stats = write_shard(source, stem, encoding, encoder, on_progress=lambda _: None)
-        results.append((index, stats))
+    for shard_index, (source, stem) in shards:
+        shard_stats = read_shard(stem, verify=True)
+        if shard_stats is None:
+            encoding, encoder = _get_cached_encoder(encoder_key, encoding_path)
+            shard_stats = write_shard(source, stem, encoding, encoder, on_progress=lambda _: None)
+        results.append((shard_index, shard_stats))
     return results
 
 
-def _worker_encoder(key: _EncoderKey, encoding_path: Path) -> tuple[Encoding, Encoder]:
+def _get_cached_encoder(encoder_key: _EncoderKey, encoding_path: Path) -> tuple[Encoding, Encoder]:
     """Return the encoding and the encoder, cached in the worker's thread: they take a second."""
-    if getattr(_thread_cache, "key", None) != key:
+    if getattr(_thread_cache, "key", None) != encoder_key:
         _keep_freed_memory()
         encoding = _load_encoding(encoding_path)
-        encoder = make_encoder(encoding, threads=1, allow_fast=key.allow_fast)
+        encoder = make_encoder(encoding, num_threads=1, allow_fast=encoder_key.allow_fast)
         _thread_cache.encoding_and_encoder = encoding, encoder
-        _thread_cache.key = key
+        _thread_cache.key = encoder_key
     encoding_and_encoder: tuple[Encoding, Encoder] = _thread_cache.encoding_and_encoder
     return encoding_and_encoder
 

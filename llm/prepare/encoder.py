@@ -138,7 +138,7 @@ class ReferenceEncoder:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
     """
 
-    def __init__(self, encoding: Encoding, *, threads: int) -> None:
+    def __init__(self, encoding: Encoding, *, num_threads: int) -> None:
         self._name = encoding.tokenizer.name
         self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
         self._backend: Any = encoding.tokenizer.backend
@@ -157,16 +157,16 @@ class ReferenceEncoder:
         # In the library's terms, encoding special tokens means encoding their names as text.
         self._backend.encode_special_tokens = not encoding.allow_special_tokens
         # The Rust libraries read both when they start their threads.
-        os.environ["RAYON_NUM_THREADS"] = str(threads)
-        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+        os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
 
-    def encode(self, texts: Sequence[str], *, ends: bool = True) -> tuple[Ids, Counts]:
+    def encode(self, texts: Sequence[str], *, adds_boundaries: bool = True) -> tuple[Ids, Counts]:
         """Encode a batch.
 
         Args:
             texts: UTF-8 text without lone surrogates; of any length.
-            ends: Whether the begin token and the end token, if there are any, surround each text
-                that has any ids.
+            adds_boundaries: Whether the begin token and the end token, if there are any, surround
+                each text that has any ids.
 
         Returns:
             The concatenated ids of all texts [num_tokens], and how many belong to each text
@@ -186,7 +186,9 @@ class ReferenceEncoder:
         flat_ids = itertools.chain.from_iterable(ids_by_text)
         ids = np.fromiter(flat_ids, self._dtype, int(counts.sum()))
         return (
-            _insert_boundary_tokens(ids, counts, self._begin, self._end) if ends else (ids, counts)
+            _insert_boundary_tokens(ids, counts, self._begin, self._end)
+            if adds_boundaries
+            else (ids, counts)
         )
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -220,7 +222,9 @@ class FastEncoder:
         WrongIdsError: gigatoken cannot read this tokenizer, or gives other ids.
     """
 
-    def __init__(self, encoding: Encoding, reference: ReferenceEncoder, *, threads: int) -> None:
+    def __init__(
+        self, encoding: Encoding, reference: ReferenceEncoder, *, num_threads: int
+    ) -> None:
         try:
             import gigatoken
         except ImportError as error:
@@ -228,88 +232,111 @@ class FastEncoder:
         assert encoding.tokenizer.backend is not None  # as the caller has made sure
         description = orjson.loads(encoding.tokenizer.backend.to_str())
         description["post_processor"] = None
-        added = description["added_tokens"]
+        added_tokens = description["added_tokens"]
         if not encoding.allow_special_tokens:
             # It encodes the name of a token that it does not know as text.
-            description["added_tokens"] = [token for token in added if not token["special"]]
+            description["added_tokens"] = [token for token in added_tokens if not token["special"]]
         self._reference = reference
         self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
-        self._threads = threads
+        self._threads = num_threads
         from_json = _translate_errors(
             gigatoken.Tokenizer.from_json,
             lambda reason: WrongIdsError(f"gigatoken cannot read this tokenizer ({reason})"),
         )
         self._fast_backend: Any = from_json(orjson.dumps(description)).backend
-        names = [token["content"] for token in added]
-        for text in (*_PROBES, " ".join(names), *(f"a{name} b{name}" for name in names[:16])):
-            self._compare_ids(text, self._encode_texts([text], ends=True)[0], ends=True)
+        token_names = [token["content"] for token in added_tokens]
+        for text in (
+            *_PROBES,
+            " ".join(token_names),
+            *(f"a{name} b{name}" for name in token_names[:16]),
+        ):
+            self._compare_ids(
+                text, self._encode_texts([text], adds_boundaries=True)[0], adds_boundaries=True
+            )
 
-    def encode(self, texts: Sequence[str], *, ends: bool = True) -> tuple[Ids, Counts]:
+    def encode(self, texts: Sequence[str], *, adds_boundaries: bool = True) -> tuple[Ids, Counts]:
         """Encode a batch, as `ReferenceEncoder.encode` does, and compare a sample of it.
 
         Raises:
             WrongIdsError: gigatoken fails on this text, or gives other ids than the tokenizer.
         """
-        ids, counts = self._encode_texts(texts, ends=ends)
+        ids, counts = self._encode_texts(texts, adds_boundaries=adds_boundaries)
         if texts:
-            # Compare one text, or a piece of it, chosen by hashing the size of the batch.
-            text_index = int(ids.size) * 7919 % len(texts)
-            text = texts[text_index]
-            if len(text) > _SAMPLE_CHARACTERS:
-                start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
-                text = text[start : start + _SAMPLE_CHARACTERS]
-                sample = self._encode_texts([text], ends=ends)[0]
-            else:
-                end = int(counts[: text_index + 1].sum())
-                sample = ids[end - int(counts[text_index]) : end]
-            self._compare_ids(text, sample, ends=ends)
+            self._compare_sample(texts, ids, counts, adds_boundaries=adds_boundaries)
         return ids, counts
+
+    def _compare_sample(
+        self, texts: Sequence[str], ids: Ids, counts: Counts, *, adds_boundaries: bool
+    ) -> None:
+        """Compare one text of a batch, or a piece of a long one, with the tokenizer's ids.
+
+        The sizes of the batch choose the text and the piece, by a product with a prime number.
+        """
+        text_index = int(ids.size) * 7919 % len(texts)
+        text = texts[text_index]
+        if len(text) > _SAMPLE_CHARACTERS:
+            start = int(ids.size) * 104729 % (len(text) - _SAMPLE_CHARACTERS)
+            text = text[start : start + _SAMPLE_CHARACTERS]
+            text_ids = self._encode_texts([text], adds_boundaries=adds_boundaries)[0]
+        else:
+            end = int(counts[: text_index + 1].sum())
+            text_ids = ids[end - int(counts[text_index]) : end]
+        self._compare_ids(text, text_ids, adds_boundaries=adds_boundaries)
 
     @partial(
         _translate_errors, make_error=lambda reason: WrongIdsError(f"gigatoken failed ({reason})")
     )
-    def _encode_texts(self, texts: Sequence[str], *, ends: bool) -> tuple[Ids, Counts]:
-        begin, end = (token if ends else token[:0] for token in (self._begin, self._end))
+    def _encode_texts(self, texts: Sequence[str], *, adds_boundaries: bool) -> tuple[Ids, Counts]:
+        """Encode a batch by gigatoken, as `encode` does, without a comparison."""
+        begin, end = (token if adds_boundaries else token[:0] for token in (self._begin, self._end))
         is_small_batch = len(texts) <= _SMALL_BATCH_TEXTS or sum(
             map(len, texts)
         ) >= _LONG_TEXT_CHARACTERS * len(texts)
         # Encoding one text at a time needs no threads, and saves half a second for importing
         # awkward.
         if len(texts) == 1 or (is_small_batch and self._threads == 1):
-            arrays = [self._fast_backend.encode(text) for text in texts]
-            counts = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
-            # The only copy also narrows the dtype: at this speed, a second copy would be
-            # noticeable.
-            arrays = [ids for array in arrays if array.size for ids in (begin, array, end)]
-            ids = np.concatenate([end[:0], *arrays], dtype=self._dtype, casting="unsafe")
-            return ids, counts + (counts > 0) * (begin.size + end.size)
+            return self._encode_one_by_one(texts, begin, end)
         is_parallel = self._threads > 1 and _may_use_threads()
         batch = self._fast_backend.encode_batch(list(texts), parallel=is_parallel)
         offsets = np.asarray(batch.layout.offsets.data).astype(np.int64)
         ids = np.asarray(batch.layout.content.data)[offsets[0] : offsets[-1]]
         return _insert_boundary_tokens(ids.astype(self._dtype), np.diff(offsets), begin, end)
 
-    def _compare_ids(self, text: str, ids: Ids, *, ends: bool) -> None:
-        if not np.array_equal(ids, self._reference.encode([text], ends=ends)[0]):
+    def _encode_one_by_one(self, texts: Sequence[str], begin: Ids, end: Ids) -> tuple[Ids, Counts]:
+        """Encode texts in this thread, with boundary tokens around those that have ids."""
+        ids_by_text = [self._fast_backend.encode(text) for text in texts]
+        counts = np.fromiter((ids.size for ids in ids_by_text), np.int64, len(ids_by_text))
+        pieces = [end[:0]]  # without any text, the result still has a dtype
+        for ids in ids_by_text:
+            if ids.size:
+                pieces += [begin, ids, end]
+        # The only copy also narrows the dtype: at this speed, a second copy would be noticeable.
+        flat_ids = np.concatenate(pieces, dtype=self._dtype, casting="unsafe")
+        return flat_ids, counts + (counts > 0) * (begin.size + end.size)
+
+    def _compare_ids(self, text: str, ids: Ids, *, adds_boundaries: bool) -> None:
+        if not np.array_equal(
+            ids, self._reference.encode([text], adds_boundaries=adds_boundaries)[0]
+        ):
             raise WrongIdsError(f"gigatoken gives other ids than the tokenizer for {text[:40]!r}")
 
 
 Encoder = ReferenceEncoder | FastEncoder
 
 
-def make_encoder(encoding: Encoding, *, threads: int = 1, allow_fast: bool = True) -> Encoder:
+def make_encoder(encoding: Encoding, *, num_threads: int = 1, allow_fast: bool = True) -> Encoder:
     """Return the fastest encoder that gives a tokenizer's ids.
 
     Args:
         encoding: How texts become ids.
-        threads: Threads that it may use.
+        num_threads: Threads that it may use.
         allow_fast: Whether to try gigatoken.
     """
-    reference = ReferenceEncoder(encoding, threads=threads)
+    reference = ReferenceEncoder(encoding, num_threads=num_threads)
     if not allow_fast or encoding.tokenizer.backend is None:
         return reference
     try:
-        return FastEncoder(encoding, reference, threads=threads)
+        return FastEncoder(encoding, reference, num_threads=num_threads)
     except (ImportError, WrongIdsError) as error:
         logger.info(f"{error}; encoding with the tokenizers library, which is slower")
         return reference

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +20,7 @@ from llm.data.order import permute
 from llm.errors import DataError
 from llm.prepare.encoder import Encoding
 from llm.prepare.shards import ShardStats, iterate_text_bytes, read_array
-from llm.prepare.verification import checksums, verify
+from llm.prepare.verification import compute_checksums, verify
 from llm.runtime.files import sync, sync_folder
 
 _BLOCK_ENTRIES = 1 << 20  # index entries computed at once
@@ -112,14 +113,16 @@ def assemble_output(
         DataError: The sidecar cannot be written.
         OSError: The file system refused a write.
     """
-    joined = output.folder / "out"
+    joined_prefix = output.folder / "out"
     if output.shuffle_seed is not None:
-        join_shuffled(stems, joined, dtype=encoding.dtype, seed=output.shuffle_seed)
+        join_shuffled(stems, joined_prefix, dtype=encoding.dtype, seed=output.shuffle_seed)
     elif not output.parts:
-        join_shards(stems, joined, dtype=encoding.dtype)
-    common = _common_sidecar_entries(stats, encoding=encoding, sources=sources, digest=digest)
+        join_shards(stems, joined_prefix, dtype=encoding.dtype)
+    common_entries = _make_common_sidecar_entries(
+        stats, encoding=encoding, sources=sources, digest=digest
+    )
     if output.nanogpt:
-        _assemble_flat(stems, output, common)
+        _write_flat_files(stems, output, common_entries)
         return
     sidecar = Sidecar(
         documents=sum(shard.documents for shard in stats),
@@ -127,14 +130,14 @@ def assemble_output(
         text_bytes=sum(shard.text_bytes for shard in stats),
         largest_token=max(shard.largest_token for shard in stats),
         checksums={},
-        **common,
+        **common_entries,
     )
     if output.parts:
-        write_sidecar(joined, _describe_parts(sidecar, stats))
+        write_sidecar(joined_prefix, _describe_parts(sidecar, stats))
         return
-    write_sidecar(joined, replace(sidecar, checksums=_pair_checksums(joined)))
+    write_sidecar(joined_prefix, replace(sidecar, checksums=_pair_checksums(joined_prefix)))
     if output.row_bytes:
-        _write_row_bytes(stems, add_suffix(joined, ".bytes"))
+        _write_row_bytes(stems, add_suffix(joined_prefix, ".bytes"))
 
 
 def _describe_parts(sidecar: Sidecar, stats: list[ShardStats]) -> Sidecar:
@@ -157,7 +160,7 @@ def _write_row_bytes(stems: list[Path], path: Path) -> None:
         sync(file)
 
 
-def _common_sidecar_entries(
+def _make_common_sidecar_entries(
     stats: list[ShardStats], *, encoding: Encoding, sources: list[str], digest: str
 ) -> dict[str, Any]:
     """Return the entries that the sidecar of every form of output has."""
@@ -177,7 +180,7 @@ def _common_sidecar_entries(
 
 
 def _pair_checksums(prefix: Path) -> dict[str, list[str]]:
-    return {kind: checksums(add_suffix(prefix, f".{kind}")) for kind in ("bin", "idx")}
+    return {kind: compute_checksums(add_suffix(prefix, f".{kind}")) for kind in ("bin", "idx")}
 
 
 def join_parts(parts: Sequence[Path], output: Output) -> None:
@@ -252,22 +255,18 @@ def join_shuffled(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], 
     Memory grows by 12 bytes per document, and the disk temporarily holds all ids twice.
     """
     # One file, because there may be more shards than a process can have open files.
-    joined = add_suffix(prefix, ".joined")
-    _join_ids(stems, joined)
-    ids = read_array(joined, ".joined", dtype)
+    joined_path = add_suffix(prefix, ".joined")
+    _join_ids(stems, joined_path)
+    ids = read_array(joined_path, ".joined", dtype)
     lengths = np.concatenate(
         [np.empty(0, "<i4"), *(np.array(file.lengths) for file in _open_shards(stems))]
     )
     num_documents = lengths.size
     starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
 
-    def shuffled_documents() -> Iterator[NDArray[np.int64]]:
-        for first in range(0, num_documents, _DOCUMENTS_PER_GATHER):
-            positions = np.arange(first, min(first + _DOCUMENTS_PER_GATHER, num_documents))
-            yield permute(positions, size=num_documents, key=seed)
-
+    shuffle = partial(_shuffle_documents, num_documents, seed=seed)
     with open(add_suffix(prefix, ".bin"), "wb") as target:
-        for documents in shuffled_documents():
+        for documents in shuffle():
             ends = starts[documents] + lengths[documents]
             texts = [ids[start:end] for start, end in zip(starts[documents], ends, strict=True)]
             target.write(np.concatenate(texts).tobytes())
@@ -278,11 +277,19 @@ def join_shuffled(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], 
             dtype,
             num_sequences=num_documents,
             num_documents=num_documents,
-            lengths=lambda: (lengths[documents] for documents in shuffled_documents()),
+            lengths=lambda: (lengths[documents] for documents in shuffle()),
             documents=[np.arange(num_documents + 1)],
         )
         sync(idx)
-    joined.unlink()
+    joined_path.unlink()
+
+
+def _shuffle_documents(num_documents: int, *, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of all documents in the order that the seed keys, in blocks."""
+    for first_position in range(0, num_documents, _DOCUMENTS_PER_GATHER):
+        end_position = min(first_position + _DOCUMENTS_PER_GATHER, num_documents)
+        positions = np.arange(first_position, end_position)
+        yield permute(positions, size=num_documents, key=seed)
 
 
 def _join_ids(stems: Iterable[Path], path: Path) -> None:
@@ -307,11 +314,11 @@ def _append_file(source: BinaryIO, target: BinaryIO) -> None:
     shutil.copyfileobj(source, target, 1 << 20)
 
 
-def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) -> None:
+def _write_flat_files(stems: list[Path], output: Output, common_entries: dict[str, Any]) -> None:
     """Split the ids at a document boundary into nanoGPT's `train.bin` and `val.bin`."""
     folder = output.folder
-    joined = TokenFile(folder / "out")
-    num_documents = joined.num_documents
+    joined_file = TokenFile(folder / "out")
+    num_documents = joined_file.num_documents
     num_validation = output.num_validation(num_documents)
     bytes_by_text = np.concatenate(
         [np.zeros(1, np.int64), *iterate_text_bytes(stems, _BLOCK_ENTRIES)]
@@ -321,21 +328,21 @@ def _assemble_flat(stems: list[Path], output: Output, common: dict[str, Any]) ->
     for split, (first_document, end_document) in document_ranges.items():
         if first_document == end_document:
             continue
-        first_token = joined.document_start(first_document)
-        end_token = joined.document_start(end_document)
-        tokens = joined.tokens[first_token:end_token]
+        first_token = joined_file.document_start(first_document)
+        end_token = joined_file.document_start(end_document)
+        tokens = joined_file.tokens[first_token:end_token]
         path = folder / f"out.{split}.bin"
         with open(path, "wb") as file:
             tokens.tofile(file)
             sync(file)
-        first_text, end_text = joined.documents[[first_document, end_document]]
+        first_text, end_text = joined_file.documents[[first_document, end_document]]
         sidecar = Sidecar(
             documents=end_document - first_document,
             tokens=int(tokens.size),
             text_bytes=int(byte_offsets[end_text] - byte_offsets[first_text]),
             largest_token=int(tokens.max(initial=0)),
-            checksums={"bin": checksums(path)},
-            **common,
+            checksums={"bin": compute_checksums(path)},
+            **common_entries,
         )
         write_sidecar(folder / f"out.{split}", sidecar)
 
@@ -389,7 +396,7 @@ def _check_inputs_outside(
             )
 
 
-def stale_validation_files(output: Output) -> list[Path]:
+def find_stale_validation_files(output: Output) -> list[Path]:
     """Return the files of an earlier `val.bin`; an output without validation text removes them.
 
     Its documents are now in `train.bin`, so a run on both would evaluate on its training text.
@@ -405,26 +412,26 @@ def stale_validation_files(output: Output) -> list[Path]:
     stale_files = [path for path in paths if path.exists()]
     if not stale_files:
         return []
-    fault = (
+    conflict = (
         f"{stale_files[-1]} exists, and --validation_split_percentage 0 writes no validation text"
     )
     if len(stale_files) < 2 or verify(add_suffix(prefix, ".bin")):
         raise DataError(
-            f"{fault}. The file is not removed, since no val.json shows that this program wrote "
+            f"{conflict}. The file is not removed, since no val.json shows that this program wrote "
             f"it; move it away, or choose another {output.option}."
         )
     if not output.overwrite:
         raise DataError(
-            f"{fault}; choose another {output.option}, or pass --overwrite to remove the file."
+            f"{conflict}; choose another {output.option}, or pass --overwrite to remove the file."
         )
     return stale_files
 
 
-def publish(output: Output) -> None:
+def publish_output(output: Output) -> None:
     """Rename the files to their final names, the `.bin` last: it marks a complete prefix."""
     if output.nanogpt:
         output.prefix.mkdir(exist_ok=True)
-    for path in stale_validation_files(output):
+    for path in find_stale_validation_files(output):
         logger.info(f"removing {path}: its documents are in train.bin now")
         path.unlink()
     obsolete_parts = [] if output.nanogpt else part_files(output.prefix)

@@ -32,7 +32,7 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     # Linear algebra is not used here, and numpy would start a thread for it on each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here so that --help and wrong options load no library.
-    from llm.data.workers import bounded_workers
+    from llm.data.workers import limit_workers
     from llm.prepare.output_files import check_replaceable
     from llm.prepare.prepare_files import prepare_files
 
@@ -51,11 +51,11 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     with ExitStack() as stack:
         workers: int | Cluster
         if config.executor == "dask":
-            from llm.prepare.dask_cluster import connect
+            from llm.prepare.dask_cluster import connect_to_dask
 
-            workers = stack.enter_context(connect(config.scheduler_file))
+            workers = stack.enter_context(connect_to_dask(config.scheduler_file))
         else:
-            workers = bounded_workers(config.workers)
+            workers = limit_workers(config.workers)
         prepare_files(
             outputs,
             encoding=encoding,
@@ -104,7 +104,7 @@ def _make_encoding(config: PrepareConfig) -> "Encoding":
 def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]]:
     """Return the sources of each output."""
     from llm.data.formats.megatron import add_suffix
-    from llm.prepare.text.sources import text_sources
+    from llm.prepare.text.sources import find_text_sources
 
     assert config.output_prefix is not None  # `check` asks for it
     prefix = Path(config.output_prefix)
@@ -112,7 +112,9 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
     if config.dataset_name is not None:
         sources = _find_dataset_sources(config, config.dataset_name, text_column=text_column)
     else:
-        sources = text_sources(config.input, text_column=text_column, text_unit=config.text_unit)
+        sources = find_text_sources(
+            config.input, text_column=text_column, text_unit=config.text_unit
+        )
     if config.shuffle == "documents" and any(source.one_document for source in sources):
         raise ConfigError(
             "--shuffle documents needs documents smaller than a txt file; choose --text_unit line "
@@ -172,8 +174,8 @@ def _find_dataset_sources(
 ) -> list["Source"]:
     """Return the sources of a split of a data set: its files, or else a stream from the Hub."""
     from llm.data.dataset_folder import open_dataset_folder
-    from llm.prepare.text.hub import dataset_sources
-    from llm.prepare.text.sources import file_sources
+    from llm.prepare.text.hub import make_dataset_sources
+    from llm.prepare.text.sources import make_file_sources
 
     folder = open_dataset_folder(dataset_name, config.dataset_config_name, file_option="--input")
     if config.streaming and os.path.isdir(dataset_name):
@@ -183,13 +185,13 @@ def _find_dataset_sources(
         )
     split = config.dataset_split
     if folder is not None:
-        return file_sources(
+        return make_file_sources(
             folder.files(split),
             text_column=text_column,
             text_unit=config.text_unit,
             option="--dataset_name",
         )
-    source_by_split = dataset_sources(
+    source_by_split = make_dataset_sources(
         dataset_name,
         config.dataset_config_name,
         text_column=text_column,

@@ -29,25 +29,25 @@ from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import (
     Output,
     assemble_output,
+    find_stale_validation_files,
     join_parts,
-    publish,
+    publish_output,
     publish_parts,
-    stale_validation_files,
 )
 from llm.prepare.preparation_log import log_summary, make_progress_logger
 from llm.prepare.shards import ShardStats, read_shard
 from llm.prepare.shares import (
     Share,
     acquire_join,
+    agree_on_provenance,
     is_finished,
     mark_finished,
     mark_started,
     num_ranks_finished,
-    share_provenance,
     wait_for_starts,
 )
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.sources import Source, check_unchanged
+from llm.prepare.text.sources import Source, check_sources_unchanged
 from llm.prepare.tokenize_shards import Cluster, tokenize_shards
 from llm.runtime.claims import Claim
 from llm.runtime.files import try_lock, write_whole
@@ -87,13 +87,13 @@ def prepare_files(
         DataError: A text is broken or empty or changes while it is read, or an output exists or
             cannot be written.
     """
-    pending = _find_pending_outputs(
+    pending_outputs = _find_pending_outputs(
         jobs, encoding=encoding, workers=workers, log_seconds=log_seconds, share=share
     )
     # Each rank starts with a different output: otherwise the slowest rank would be last everywhere,
     # and join the shards of all outputs.
-    first_output = len(pending) * share.rank // share.world_size
-    for writer, shard_indices in pending[first_output:] + pending[:first_output]:
+    first_output = len(pending_outputs) * share.rank // share.world_size
+    for writer, shard_indices in pending_outputs[first_output:] + pending_outputs[:first_output]:
         try:
             if share.world_size == 1:
                 writer.write_all()
@@ -101,8 +101,8 @@ def prepare_files(
                 writer.write_share(share, shard_indices)
         except OSError as error:
             raise _write_failure(error, writer.output) from error
-    if pending:
-        wait_for_starts([writer.output.folder for writer, _ in pending], share)
+    if pending_outputs:
+        wait_for_starts([writer.output.folder for writer, _ in pending_outputs], share)
 
 
 class _PendingOutput(NamedTuple):
@@ -129,22 +129,22 @@ def _find_pending_outputs(
         log_seconds: Seconds between two lines on the progress.
         share: This rank's part of the work.
     """
-    pending = []
-    num_shards = 0
+    pending_outputs = []
+    num_preceding_shards = 0
     for texts, output in jobs:
         shard_bytes = _choose_shard_bytes(texts)
         sources = _split_texts(texts, output, shard_bytes)
-        provenance = _file_provenance(sources, output, encoding, shard_bytes)
-        if not output.overwrite and _is_done(output, provenance_digest(provenance)):
+        provenance = _make_file_provenance(sources, output, encoding, shard_bytes)
+        if not output.overwrite and _is_output_done(output, provenance_digest(provenance)):
             _remove_leftovers(output, provenance)
             logger.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
-            stale_validation_files(output)  # refused now, rather than after the work
+            find_stale_validation_files(output)  # refused now, rather than after the work
             writer = _OutputWriter(sources, output, encoding, workers, log_seconds, provenance)
-            shard_indices = share.shard_indices(len(sources), num_preceding=num_shards)
-            pending.append(_PendingOutput(writer, shard_indices))
-        num_shards += len(sources)
-    return pending
+            shard_indices = share.shard_indices(len(sources), num_preceding=num_preceding_shards)
+            pending_outputs.append(_PendingOutput(writer, shard_indices))
+        num_preceding_shards += len(sources)
+    return pending_outputs
 
 
 def _choose_shard_bytes(texts: list[Source]) -> int:
@@ -219,10 +219,10 @@ class _OutputWriter:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock_output(self.output, is_shared=True):
             _check_folder_names(self.output)
-            share_provenance(folder, self._provenance)
+            agree_on_provenance(folder, self._provenance)
             mark_started(folder, share)
             if not is_finished(folder, share):
-                if _is_done(self.output, self._digest):  # since this rank looked
+                if _is_output_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)
                     return
                 self._write_checked_shards(shard_indices)
@@ -241,7 +241,7 @@ class _OutputWriter:
         try:
             if not self._parts_to_join():
                 self._write_shards(shard_indices)
-                check_unchanged([self._sources[index] for index in shard_indices])
+                check_sources_unchanged([self._sources[index] for index in shard_indices])
         except BaseException:
             self._log_finished_shards()
             raise
@@ -262,7 +262,7 @@ class _OutputWriter:
             raise
         finally:
             claim.release()
-        if not _is_done(self.output, self._digest):
+        if not _is_output_done(self.output, self._digest):
             raise DataError(
                 f"Another rank could not join the shards in {self._folder}, and removed them; its "
                 "own message says why."
@@ -281,6 +281,11 @@ class _OutputWriter:
     def _write_shards(
         self, shard_indices: Sequence[int] | None = None
     ) -> tuple[list[Path], list[ShardStats]]:
+        """Write the shards that the folder lacks; return the paths and contents of all of them.
+
+        Args:
+            shard_indices: The shards; None for all.
+        """
         return tokenize_shards(
             self._sources,
             self._folder,
@@ -328,7 +333,7 @@ class _OutputWriter:
     def _publish_output(self, stems: list[Path], stats: list[ShardStats]) -> None:
         """Rename the files of the output, or the shards to its parts, which are synced first."""
         if not self.output.parts:
-            publish(self.output)
+            publish_output(self.output)
             return
         if isinstance(self._workers, int):
             os.sync()
@@ -339,7 +344,7 @@ class _OutputWriter:
     def _assemble_shards(self, stems: list[Path], stats: list[ShardStats]) -> None:
         """Check all shards, and write the files to be renamed."""
         try:
-            check_unchanged(self._sources)
+            check_sources_unchanged(self._sources)
             _check_shards(self._sources, stats, self.output, self._encoding)
         except LLMError:  # the same command would fail on these shards again
             shutil.rmtree(self._folder)
@@ -389,8 +394,10 @@ def _no_tokens_error(sources: list[Source], encoding: Encoding, *, num_empty: in
     """
     names = list(dict.fromkeys(source.name for source in sources))
     subject = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
-    policy = BadRecordPolicy("skip")
-    has_text = any(text for source in sources for batch in source.batches(policy) for text in batch)
+    bad_record_policy = BadRecordPolicy("skip")
+    has_text = any(
+        text for source in sources for batch in source.batches(bad_record_policy) for text in batch
+    )
     if has_text:
         return ConfigError(
             f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
@@ -400,9 +407,10 @@ def _no_tokens_error(sources: list[Source], encoding: Encoding, *, num_empty: in
     return DataError(f"{subject} no text{reason}.")
 
 
-def _file_provenance(
+def _make_file_provenance(
     sources: list[Source], output: Output, encoding: Encoding, shard_bytes: int
 ) -> Provenance:
+    """Return the provenance of an output: its texts, and the options that decide its bytes."""
     return make_provenance(
         [source.identity() for source in sources],
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
@@ -417,7 +425,7 @@ def _file_provenance(
     )
 
 
-def _is_done(output: Output, digest: str) -> bool:
+def _is_output_done(output: Output, digest: str) -> bool:
     """Return whether all files exist with this provenance; refuse files with another one.
 
     Parts that are to be joined are not done.
@@ -427,7 +435,7 @@ def _is_done(output: Output, digest: str) -> bool:
         sidecar = _read_sidecar_with_digest(prefix, digest)
         if sidecar is not None:
             complete_sidecars.append(sidecar)
-            faults += find_damage(prefix, nanogpt=output.nanogpt, row_bytes=output.row_bytes)
+            faults += find_damage(prefix, is_flat=output.nanogpt, has_row_bytes=output.row_bytes)
         elif existing_paths := output.existing(prefix):
             raise DataError(
                 f"{existing_paths[0]} exists already; choose another --output_prefix, or pass "
@@ -521,14 +529,14 @@ def _prepare_folder(output: Output, provenance: Provenance, num_shards: int) -> 
     """Prepare the folder for shards of this provenance; return how many of them are done."""
     folder = output.folder
     _check_folder_names(output)
-    recorded = _read_provenance(folder)
-    if recorded == provenance:
+    recorded_provenance = _read_provenance(folder)
+    if recorded_provenance == provenance:
         for path in folder.glob(".[0-9]*"):  # temporary files of a killed process
             path.unlink()
         num_done = len(list(folder.glob("[0-9]*.json")))
         logger.info(f"resuming in {folder}: {num_done:,} of {num_shards:,} shards are done")
         return num_done
-    if recorded is not None:
+    if recorded_provenance is not None:
         logger.info(
             f"{folder} belongs to another command, or its input has changed: starting again"
         )
@@ -552,14 +560,14 @@ def _removed_folder(folder: Path) -> Path:
 
 def _remove_shards(folder: Path) -> None:
     """Remove the folder of the shards; the result is whole even if this fails."""
-    removed = _removed_folder(folder)
-    shutil.rmtree(removed, ignore_errors=True)
+    removed_folder = _removed_folder(folder)
+    shutil.rmtree(removed_folder, ignore_errors=True)
     try:
         # Without its plan, a part of the folder could not be attributed to this program.
-        folder.rename(removed)
+        folder.rename(removed_folder)
     except OSError:
-        removed = folder
-    shutil.rmtree(removed, ignore_errors=True)
+        removed_folder = folder
+    shutil.rmtree(removed_folder, ignore_errors=True)
 
 
 def _remove_leftovers(output: Output, provenance: Provenance) -> None:

@@ -78,7 +78,7 @@ def make_token_files(job: TextJob) -> None:
     from llm.prepare.encoder import Encoding
     from llm.prepare.output_files import Output
     from llm.prepare.prepare_files import prepare_files
-    from llm.prepare.text.sources import check_unchanged
+    from llm.prepare.text.sources import check_sources_unchanged
 
     prefix = Path(job.prefix)
     sources = _open_sources(job)
@@ -87,7 +87,7 @@ def make_token_files(job: TextJob) -> None:
         paths = source.files if job.text.paths else map(Path, job.files)
         source.files = {path: job.files[str(path)] for path in paths}
     is_split_missing = job.text.split == "validation" and not sources[0].exists()
-    check_unchanged(sources)
+    check_sources_unchanged(sources)
     if is_split_missing:
         (prefix.parent / "absent").touch()
         return
@@ -114,9 +114,9 @@ def _open_sources(job: TextJob) -> list[Source]:
     """Return the sources of a job's text: a split of a data set, or files."""
     text = job.text
     if text.split is not None:
-        from llm.prepare.text.hub import dataset_sources
+        from llm.prepare.text.hub import make_dataset_sources
 
-        source_by_split = dataset_sources(
+        source_by_split = make_dataset_sources(
             text.name,
             text.config_name,
             text_column=text.text_column,
@@ -124,9 +124,9 @@ def _open_sources(job: TextJob) -> list[Source]:
             splits=[text.split],
         )
         return [source_by_split[text.split]]
-    from llm.prepare.text.sources import file_sources
+    from llm.prepare.text.sources import make_file_sources
 
-    return file_sources(
+    return make_file_sources(
         map(Path, text.paths),
         text_column=text.text_column,
         keep_linebreaks=text.keep_linebreaks,
@@ -157,7 +157,7 @@ def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTo
 
 def _load_saved_tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
     """Load a tokenizer in Python from the folder of its copy, and compare the fingerprint."""
-    from llm.prepare.text_tokenizer import from_transformers
+    from llm.prepare.text_tokenizer import wrap_transformers_tokenizer
     from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.tokenizers.options import TokenizerOptions
 
@@ -165,7 +165,7 @@ def _load_saved_tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextT
     options = TokenizerOptions(tokenizer_name=copy.folder, use_slow_tokenizer=True)
     remedy = "the text cannot be prepared in a run; prepare it ahead with llm-trainers prepare."
     try:
-        tokenizer = from_transformers(
+        tokenizer = wrap_transformers_tokenizer(
             load_tokenizer(options, trust_remote_code=trust_remote_code), copy.name
         )
     except ConfigError as error:  # it names the temporary folder

@@ -25,7 +25,7 @@ from llm.errors import DataError
 from llm.prepare.encoder import Encoder, Encoding, ReferenceEncoder, WrongIdsError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source
-from llm.prepare.verification import ChunkHash, checksums
+from llm.prepare.verification import ChunkHash, compute_checksums
 
 _SUFFIXES = (".bin", ".idx", ".bytes")
 _REFERENCE_MARKER = "reference-encoder"  # an empty file: the fast encoder gave other ids
@@ -92,10 +92,10 @@ def write_shard(
         OSError: The file system refused a write.
     """
     bad_records = BadRecordPolicy(encoding.on_error)
-    temporary = working_stem(stem)
+    temporary_stem = working_stem(stem)
     is_fast = not isinstance(encoder, ReferenceEncoder)
     try:
-        writer = _ShardWriter(source, temporary, encoding.dtype)
+        writer = _ShardWriter(source, temporary_stem, encoding.dtype)
         try:
             for texts in source.batches(bad_records):
                 writer.add_texts(texts, *_encode_batch(texts, writer, encoding, encoder))
@@ -109,10 +109,10 @@ def write_shard(
         stats = dataclasses.replace(writer.stats, skipped=bad_records.skipped, fast=is_fast)
         if is_fast and needs_reference(stem.parent):
             raise WrongIdsError("another worker found wrong ids")
-        _publish_shard(temporary, stem, stats)
+        _publish_shard(temporary_stem, stem, stats)
         return stats
     except BaseException:
-        remove_shard(temporary)
+        remove_shard(temporary_stem)
         raise
 
 
@@ -126,7 +126,7 @@ def _encode_batch(
         [len(texts)].
     """
     is_piece = writer.stats.one_document
-    ids, counts = encoder.encode(texts, ends=not is_piece)
+    ids, counts = encoder.encode(texts, adds_boundaries=not is_piece)
     if is_piece and not writer.stats.texts and ids.size:
         ids = np.concatenate([encoding.begin, ids])
         first_text = np.flatnonzero(counts)[0]
@@ -218,7 +218,7 @@ class _ShardWriter:
     def add_checksums(self) -> None:
         digests = {suffix: chunks.digests() for suffix, chunks in self._hashes.items()}
         paths = {suffix: self._stem.with_suffix(suffix) for suffix in _SUFFIXES}
-        self.stats.checksums = {**digests, ".idx": checksums(paths[".idx"])}
+        self.stats.checksums = {**digests, ".idx": compute_checksums(paths[".idx"])}
         self.stats.sizes = {suffix: path.stat().st_size for suffix, path in paths.items()}
 
     def _write_array(self, suffix: str, array: NDArray[Any]) -> None:
@@ -241,7 +241,7 @@ def read_shard(stem: Path, *, verify: bool) -> ShardStats | None:
             path = stem.with_suffix(suffix)
             if path.stat().st_size != stats.sizes[suffix]:
                 return None
-            if verify and checksums(path) != stats.checksums[suffix]:
+            if verify and compute_checksums(path) != stats.checksums[suffix]:
                 return None
     except (OSError, ValueError, TypeError, KeyError, DataError):
         return None

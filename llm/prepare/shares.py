@@ -88,7 +88,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
     """
     array_index = environ.get("PBS_ARRAY_INDEX")
     if rank is None and world_size is not None:
-        rank = _pbs_array_rank(array_index, world_size)
+        rank = _parse_pbs_array_rank(array_index, world_size)
     if rank is not None and world_size is not None:
         if rank >= world_size:
             raise ConfigError(
@@ -103,7 +103,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
             "prepares a text alone."
         )
     world = world_from_environment()
-    array_share = _slurm_array_share(environ)
+    array_share = _parse_slurm_array_share(environ)
     if world.world_size == 1:
         return array_share
     if array_share.world_size > 1:
@@ -115,7 +115,7 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
     return Share(rank=world.rank, world_size=world.world_size, is_launched=True)
 
 
-def _pbs_array_rank(array_index: str | None, world_size: int) -> int:
+def _parse_pbs_array_rank(array_index: str | None, world_size: int) -> int:
     """Return the rank of a task of a PBS job array of this size."""
     if array_index is None or not re.fullmatch(r"[0-9]{1,9}", array_index):
         raise ConfigError("--world_size needs --rank outside of a PBS job array; give both.")
@@ -127,7 +127,7 @@ def _pbs_array_rank(array_index: str | None, world_size: int) -> int:
     return int(array_index)
 
 
-def _slurm_array_share(environ: Mapping[str, str]) -> Share:
+def _parse_slurm_array_share(environ: Mapping[str, str]) -> Share:
     """Return the share of a task of a Slurm job array."""
     prefix = "SLURM_ARRAY_TASK_"
     suffixes = ("ID", "COUNT", "MIN", "MAX", "STEP")
@@ -144,7 +144,7 @@ def _slurm_array_share(environ: Mapping[str, str]) -> Share:
     return Share(rank=(task - first_task) // step, world_size=num_tasks)
 
 
-def share_provenance(folder: Path, provenance: Provenance) -> None:
+def agree_on_provenance(folder: Path, provenance: Provenance) -> None:
     """Write the provenance of a folder of shards, or compare it with the other ranks' provenance.
 
     Raises:
@@ -152,19 +152,21 @@ def share_provenance(folder: Path, provenance: Provenance) -> None:
     """
     plan_path = folder / "plan.json"
     if not plan_path.exists():
-        _write_first(plan_path, json.dumps(provenance))
+        _write_unless_exists(plan_path, json.dumps(provenance))
     try:
-        recorded = json.loads(plan_path.read_text(encoding="utf-8"))
+        recorded_provenance = json.loads(plan_path.read_text(encoding="utf-8"))
     except ValueError:
-        recorded = {}
-    if recorded == provenance:
+        recorded_provenance = {}
+    if recorded_provenance == provenance:
         return
-    if recorded.get("format") != provenance["format"]:
+    if recorded_provenance.get("format") != provenance["format"]:
         raise DataError(
             f"{folder} holds shards of another version of this program; finish them with it, or "
             "remove the folder."
         )
-    changed_keys = [key for key, value in provenance.items() if recorded.get(key) != value]
+    changed_keys = [
+        key for key, value in provenance.items() if recorded_provenance.get(key) != value
+    ]
     options = [_OPTION_BY_PROVENANCE_KEY.get(key, f"--{key}") for key in changed_keys]
     raise DataError(
         f"{folder} was begun with another {' and '.join(options)}; give all ranks the same command "
@@ -172,7 +174,7 @@ def share_provenance(folder: Path, provenance: Provenance) -> None:
     )
 
 
-def _write_first(path: Path, text: str) -> None:
+def _write_unless_exists(path: Path, text: str) -> None:
     """Write a file completely, unless another rank has been faster."""
     temporary_path = path.with_name(f".plan.{uuid4().hex}")
     temporary_path.write_text(text, encoding="utf-8")

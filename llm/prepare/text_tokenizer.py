@@ -7,6 +7,7 @@ transformers` takes. If transformers could add or change anything, it loads the 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -92,23 +93,19 @@ def load_text_tokenizer(
         if text_tokenizer is not None:
             return text_tokenizer
     tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
-    return from_transformers(tokenizer, name)
+    return wrap_transformers_tokenizer(tokenizer, name)
 
 
-def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
+def wrap_transformers_tokenizer(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTokenizer:
     """Wrap a tokenizer that transformers has loaded; both share the backend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-
-    def encode_slow(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return ids
 
     if backend is not None:
         backend.encode_special_tokens = True
     return TextTokenizer(
         name=name,
         backend=backend,
-        encode_slow=encode_slow if backend is None else None,
+        encode_slow=partial(_encode_slow, tokenizer) if backend is None else None,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         size=count_ids(backend, len(tokenizer)),
@@ -116,23 +113,29 @@ def from_transformers(tokenizer: "PreTrainedTokenizerBase", name: str) -> TextTo
     )
 
 
+def _encode_slow(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the ids of a text by a tokenizer in Python; names of special tokens are text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
 def _load_without_transformers(files: TokenizerFiles, name: str) -> TextTokenizer | None:
     """Load a tokenizer; return None if transformers is needed, or can explain the error."""
     try:
-        loaded = _read_backend(files)
+        loaded_backend = _read_backend(files)
     except ConfigError:
         raise
     except Exception:  # a broken file; load_tokenizer explains the error
         return None
-    if loaded is None:
+    if loaded_backend is None:
         return None
-    backend = loaded.backend
+    backend = loaded_backend.backend
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     boundary_tokens = {
-        "bos_token_id": _find_id(backend, loaded.bos_token),
-        "eos_token_id": _find_id(backend, loaded.eos_token),
+        "bos_token_id": _find_id(backend, loaded_backend.bos_token),
+        "eos_token_id": _find_id(backend, loaded_backend.eos_token),
     }
     return TextTokenizer(
         name=name,
@@ -159,7 +162,7 @@ def _find_id(backend: "Tokenizer", token: str | None) -> int | None:
 def _read_backend(files: TokenizerFiles) -> _LoadedBackend | None:
     """Read a tokenizer without transformers; None if transformers could add or change anything."""
     if files.kind == "pair":
-        return _read_pair(files.name, files.merges_file)
+        return _read_vocab_and_merges(files.name, files.merges_file)
     if files.kind == "model":
         model = convert_sentencepiece(Path(files.name))
         special_tokens = model.special_tokens
@@ -178,7 +181,7 @@ def _read_backend(files: TokenizerFiles) -> _LoadedBackend | None:
     return _read_tokenizer_json(folder / "tokenizer.json", config)
 
 
-def _read_pair(vocab_file: str, merges_file: str) -> _LoadedBackend:
+def _read_vocab_and_merges(vocab_file: str, merges_file: str) -> _LoadedBackend:
     """Read GPT-2's two files as transformers' GPT2Tokenizer does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -200,7 +203,9 @@ def _read_tokenizer_json(path: Path, config: dict[str, str] | None) -> _LoadedBa
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
-    id_by_token = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+    id_by_token = {
+        token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()
+    }
     required_tokens = [token for key, token in (config or {}).items() if key.endswith("_token")]
     if backend.padding:
         required_tokens.append(backend.padding["pad_token"])

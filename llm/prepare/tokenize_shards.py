@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -205,30 +206,32 @@ def _encode_shards(
     Raises:
         WrongIdsError: The fast encoder is wrong, also if another rank has found it.
     """
-    missing = [(source, stem) for source, stem in shards if read_shard(stem, verify=True) is None]
-    if not missing:
+    missing_shards = [
+        (source, stem) for source, stem in shards if read_shard(stem, verify=True) is None
+    ]
+    if not missing_shards:
         return
-    sources = [source for source, _ in missing]
+    sources = [source for source, _ in missing_shards]
     progress = _Progress(sources, len(shards), on_progress)
     num_cores = workers if isinstance(workers, int) else 1
-    num_processes = min(num_cores, len(missing)) if num_cores > 1 else 0
+    num_processes = min(num_cores, len(missing_shards)) if num_cores > 1 else 0
     num_threads = num_cores // max(1, num_processes)
     # Made before the fork, so that all processes use one copy in memory.
-    encoder = make_encoder(encoding, threads=num_threads, allow_fast=allow_fast)
+    encoder = make_encoder(encoding, num_threads=num_threads, allow_fast=allow_fast)
     if any(source.one_document for source in sources):
         _warn_of_separate_lines(encoder)
 
     if isinstance(workers, int):
-        _encode_on_cores(missing, encoding, encoder, progress, num_processes=num_processes)
+        _encode_on_cores(missing_shards, encoding, encoder, progress, num_processes=num_processes)
     else:
         workers.encode(
-            missing,
+            missing_shards,
             encoding,
             allow_fast=allow_fast,
             on_result=progress.add_result,
             on_progress=progress.report,
         )
-    if allow_fast and needs_reference(missing[0][1].parent):
+    if allow_fast and needs_reference(missing_shards[0][1].parent):
         raise WrongIdsError("another rank found wrong ids")
 
 
@@ -241,22 +244,13 @@ def _encode_on_cores(
     num_processes: int,
 ) -> None:
     """Write shards in forked processes, or in this process if `num_processes` is 0."""
-
-    def encode_shard(index: int) -> None:
-        source, stem = shards[index]
-
-        def on_batch(stats: ShardStats) -> None:
-            progress.update_shard(index, stats)
-            if not num_processes:
-                progress.report()
-
-        write_shard(source, stem, encoding, encoder, on_progress=on_batch)
-        progress.finish_shard(index)
-
+    encode_shard = partial(
+        _encode_shard, shards, encoding, encoder, progress, reports_batches=not num_processes
+    )
     indices = range(len(shards))
     if num_processes:
         run_in_processes(
-            encode_shard, indices, processes=num_processes, on_progress=progress.report
+            encode_shard, indices, num_processes=num_processes, on_progress=progress.report
         )
         return
     for index in indices:
@@ -264,13 +258,44 @@ def _encode_on_cores(
         progress.report()
 
 
+def _encode_shard(
+    shards: list[Shard],
+    encoding: Encoding,
+    encoder: Encoder,
+    progress: _Progress,
+    shard_index: int,
+    *,
+    reports_batches: bool,
+) -> None:
+    """Write one of several shards, and update its progress.
+
+    Args:
+        shards: The shards.
+        encoding: How texts become ids.
+        encoder: An encoder for this encoding.
+        progress: Counts for all shards.
+        shard_index: Index of the shard.
+        reports_batches: Whether to report the progress after each batch. Forked processes only
+            update it.
+    """
+
+    def on_batch(stats: ShardStats) -> None:
+        progress.update_shard(shard_index, stats)
+        if reports_batches:
+            progress.report()
+
+    source, stem = shards[shard_index]
+    write_shard(source, stem, encoding, encoder, on_progress=on_batch)
+    progress.finish_shard(shard_index)
+
+
 def _warn_of_separate_lines(encoder: Encoder) -> None:
     """Log a warning if a tokenizer, like SentencePiece, encodes separate lines differently."""
     # One text per call, which starts no threads: this process may fork later.
-    joined, first_line, second_line = (
-        encoder.encode([text], ends=False)[0] for text in ("a\nb", "a\n", "b")
+    joined_ids, first_line_ids, second_line_ids = (
+        encoder.encode([text], adds_boundaries=False)[0] for text in ("a\nb", "a\n", "b")
     )
-    if not np.array_equal(joined, np.concatenate([first_line, second_line])):
+    if not np.array_equal(joined_ids, np.concatenate([first_line_ids, second_line_ids])):
         logger.warning(
             "text files are encoded line by line, and this tokenizer treats each line as the start "
             "of a text, usually by adding a space in front; to encode whole documents, give them "
@@ -306,7 +331,7 @@ def run_in_processes(
     work: Callable[[int], object],
     tasks: Iterable[int],
     *,
-    processes: int,
+    num_processes: int,
     on_progress: Callable[[], None],
 ) -> None:
     """Call a function once for each task, on forked processes.
@@ -318,7 +343,7 @@ def run_in_processes(
     Args:
         work: Called with each task.
         tasks: Task numbers, begun in this order.
-        processes: Number of processes; none of them outlives this one.
+        num_processes: Number of processes; none of them outlives this one.
         on_progress: Called here about once a second, and at the end.
 
     Raises:
@@ -327,7 +352,7 @@ def run_in_processes(
     """
     existing_children = set(multiprocessing.active_children())
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
+    pool = ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(work,))
     # Otherwise every forked process would write the contents of the buffers again.
     sys.stdout.flush()
     sys.stderr.flush()

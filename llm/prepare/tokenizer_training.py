@@ -139,8 +139,8 @@ def train_sentencepiece(
     proto = parse_model_proto(model_file.getvalue())
     # Otherwise the file of the same bpe model would differ with the number of threads.
     proto.trainer_spec.ClearField("num_threads")
-    data: bytes = proto.SerializeToString(deterministic=True)
-    return data
+    model_bytes: bytes = proto.SerializeToString(deterministic=True)
+    return model_bytes
 
 
 def _training_error(message: str, vocab_size: int) -> ConfigError:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from llm.config.command_line import parse
 from llm.config.options import option, option_group
 from llm.config.program import program
-from llm.data.workers import bounded_workers, num_cores
+from llm.data.workers import limit_workers, num_cores
 from llm.errors import ConfigError
-from llm.prepare.text.sources import text_sources
+from llm.prepare.text.sources import find_text_sources
 from llm.prepare.text.training_texts import TrainingTexts
 from llm.prepare.text_tokenizer import load_text_tokenizer
 from llm.prepare.tokenizer_training import (
@@ -160,11 +160,9 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
     """
     check_options(options)
     start_time = time.monotonic()
-    num_threads = bounded_workers(
-        options.num_workers, max_workers=max(_DEFAULT_THREADS, num_cores())
-    )
+    num_threads = limit_workers(options.num_workers, max_workers=max(_DEFAULT_THREADS, num_cores()))
     output = Path(str(options.output_dir))
-    sources = text_sources(options.input, text_column=options.text_column)
+    sources = find_text_sources(options.input, text_column=options.text_column)
     _check_inputs_outside(output, [path for source in sources for path in source.files])
     texts = TrainingTexts(
         sources,
@@ -185,7 +183,9 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
                 raise texts.error from None
             raise
         summary = _describe_result(temporary_folder, texts)
-        check_output(output, overwrite=options.overwrite)  # again, because training may take hours
+        check_output_folder(
+            output, overwrite=options.overwrite
+        )  # again, because training may take hours
         _publish_folder(temporary_folder, output)
     except OSError as error:
         raise ConfigError(
@@ -241,7 +241,7 @@ def check_options(options: TrainTokenizerOptions) -> None:
         raise ConfigError("No text is named: give files, patterns or folders with --input.")
     if options.output_dir is None:
         raise ConfigError("No output is named: give the folder to write with --output_dir.")
-    check_output(Path(options.output_dir), overwrite=options.overwrite)
+    check_output_folder(Path(options.output_dir), overwrite=options.overwrite)
     missing_normalizations = {
         "huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"),
         "sentencepiece": ("nfc",),
@@ -253,8 +253,10 @@ def check_options(options: TrainTokenizerOptions) -> None:
         )
     if options.library == "sentencepiece":
         return
-    if conflicting := list(_non_default_options(options, _SENTENCEPIECE_OPTIONS)):
-        raise ConfigError(f"--{conflicting[0]} is for --library sentencepiece alone; leave it out.")
+    if conflicting_options := list(_non_default_options(options, _SENTENCEPIECE_OPTIONS)):
+        raise ConfigError(
+            f"--{conflicting_options[0]} is for --library sentencepiece alone; leave it out."
+        )
     if options.vocab_size <= NUM_BYTES:
         raise ConfigError(
             f"--vocab_size {options.vocab_size} is too small: the {NUM_BYTES} bytes and "
@@ -262,7 +264,7 @@ def check_options(options: TrainTokenizerOptions) -> None:
         )
 
 
-def check_output(output: Path, *, overwrite: bool) -> None:
+def check_output_folder(output: Path, *, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it is a tokenizer from here and may be replaced.
 
     Raises:
@@ -295,6 +297,22 @@ def _write_tokenizer(
     options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
 ) -> None:
     """Train the tokenizer, and write its files to the folder."""
+    backend, special_tokens = _train_backend(options, texts, num_threads, folder)
+    # Tokenizer.save does not say why a file cannot be written.
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    # This name of the class is known to all versions of transformers.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
+    config_text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
+    (folder / "tokenizer_config.json").write_text(config_text + "\n", encoding="utf-8")
+
+
+def _train_backend(
+    options: TrainTokenizerOptions, texts: TrainingTexts, num_threads: int, folder: Path
+) -> tuple[Any, dict[str, str]]:
+    """Train the tokenizer; return its backend, and its special tokens by their role.
+
+    A SentencePiece model is written to the folder.
+    """
     trainer_options = {
         **_non_default_options(options, (*_COMMON_OPTIONS, *_SENTENCEPIECE_OPTIONS)),
         "num_threads": num_threads,
@@ -307,12 +325,7 @@ def _write_tokenizer(
         file.write_bytes(train_sentencepiece(texts, **trainer_options))
         model = convert_sentencepiece(file, samples=texts.sample, subject="The trained model")
         backend, special_tokens = model.backend, model.special_tokens
-    # Tokenizer.save does not say why a file cannot be written.
-    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-    # This name of the class is known to all versions of transformers.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens}
-    config_text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    (folder / "tokenizer_config.json").write_text(config_text + "\n", encoding="utf-8")
+    return backend, special_tokens
 
 
 def _describe_result(folder: Path, texts: TrainingTexts) -> str:

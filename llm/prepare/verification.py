@@ -19,7 +19,7 @@ _TOKENS_PER_READ = 1 << 20
 
 
 class ChunkHash:
-    """The result of `checksums`, for the bytes that were passed in so far."""
+    """The result of `compute_checksums`, for the bytes that were passed in so far."""
 
     def __init__(self) -> None:
         self._digests: list[str] = []
@@ -46,7 +46,7 @@ class ChunkHash:
         return [*self._digests, self._hash.hexdigest()]
 
 
-def checksums(path: Path) -> list[str]:
+def compute_checksums(path: Path) -> list[str]:
     """Return the XXH3-128 hex digests of a file's consecutive chunks of 64 MiB; [] if it is empty.
 
     Raises:
@@ -104,7 +104,7 @@ def verify(path: Path) -> list[str]:
 def _find_changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     """Compare the files with the checksums of their sidecar; return a sentence for each fault."""
     faults: list[str] = []
-    for key, path in _files_by_key(prefix, num_parts=len(sidecar.part_tokens)).items():
+    for key, path in _list_files_by_key(prefix, num_parts=len(sidecar.part_tokens)).items():
         expected = sidecar.checksums.get(key)
         if expected is not None:
             faults += _compare_checksums(path, expected)
@@ -113,7 +113,7 @@ def _find_changed_bytes(prefix: Path, sidecar: Sidecar) -> list[str]:
     return faults
 
 
-def _files_by_key(prefix: Path, *, num_parts: int) -> dict[str, Path]:
+def _list_files_by_key(prefix: Path, *, num_parts: int) -> dict[str, Path]:
     """Return the files of a prefix by their keys in a sidecar; `num_parts` is 0 for one file."""
     kinds = ("bin", "idx")
     if not num_parts:
@@ -125,23 +125,23 @@ def _files_by_key(prefix: Path, *, num_parts: int) -> dict[str, Path]:
     return path_by_key
 
 
-def _compare_checksums(path: Path, expected: list[str]) -> list[str]:
+def _compare_checksums(path: Path, expected_checksums: list[str]) -> list[str]:
     """Return a sentence for each chunk of a file with another checksum."""
     try:
-        actual = checksums(path)
+        actual_checksums = compute_checksums(path)
     except DataError as error:
         return [str(error)]
     faults = []
     size = path.stat().st_size
-    for chunk_index, digest in enumerate(actual):
-        if expected[chunk_index : chunk_index + 1] != [digest]:
+    for chunk_index, digest in enumerate(actual_checksums):
+        if expected_checksums[chunk_index : chunk_index + 1] != [digest]:
             start = chunk_index * CHUNK_BYTES
             end = min(start + CHUNK_BYTES, size)
             faults.append(
                 f"{path}: somewhere in the bytes {start:,} to {end - 1:,} it has changed "
                 "since it was written."
             )
-    if len(actual) < len(expected):
+    if len(actual_checksums) < len(expected_checksums):
         faults.append(f"{path} ends after {size:,} bytes; it was longer when it was written.")
     return faults
 
@@ -156,14 +156,14 @@ def _find_index_faults(token_file: AnyTokenFile) -> list[str]:
     return [
         f"{add_suffix(part.prefix, '.idx')} {fault}."
         for part in parts
-        for fault in part.index_faults(sample=False)
+        for fault in part.find_index_faults(sample=False)
     ]
 
 
 def _compare_sidecar(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
     """Compare a sidecar with the contents of the files; reads all tokens."""
     path = add_suffix(token_file.prefix, ".bin")
-    smallest, largest = _id_range(token_file)
+    smallest, largest = _find_id_range(token_file)
     faults = []
     if smallest < 0:
         faults.append(f"{path} has negative ids, down to {smallest}.")
@@ -187,7 +187,7 @@ def _compare_sidecar(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
     return faults
 
 
-def _id_range(token_file: AnyTokenFile) -> tuple[int, int]:
+def _find_id_range(token_file: AnyTokenFile) -> tuple[int, int]:
     """Return the smallest and the largest id of all tokens; (0, -1) without tokens."""
     tokens = token_file.tokens
     smallest, largest = 0, -1

@@ -20,8 +20,8 @@ from llm.checkpoint.format import (
     MEAN_FILE,
     REPLACED_SUFFIX,
     Checkpoint,
-    checkpoint_folders,
     checkpoint_step,
+    list_checkpoint_folders,
     read_manifest,
 )
 from llm.checkpoint.load import list_checkpoints, read_part_names, read_verified_checkpoint
@@ -40,11 +40,11 @@ from llm.trainers.gpt.extensions import EXTENSIONS
 from llm.trainers.gpt.load_trained_model import (
     build_untrained_model,
     choose_checkpoint,
-    export_trained,
+    export_trained_model,
     load_trained_model,
     read_while_training,
     resolve_best_link,
-    with_checkpoint_copies,
+    use_checkpoint_copies,
 )
 from llm.trainers.gpt.recorded_config import read_config
 
@@ -198,14 +198,14 @@ def _locate_folders(path: Path) -> tuple[Path, Path]:
         raise ConfigError(f"--run {path} is not a folder; name the folder of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
         return path, path / "checkpoints"
-    if path.resolve().name == "checkpoints" or checkpoint_folders(path):
+    if path.resolve().name == "checkpoints" or list_checkpoint_folders(path):
         return path.resolve().parent, path
     raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
 
 
 def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     """Return the lines of the list, and the exit code."""
-    all_entries = [_read_entry(path, verify=verify) for path in checkpoint_folders(folder)]
+    all_entries = [_read_entry(path, verify=verify) for path in list_checkpoint_folders(folder)]
     # A running training may have removed some in the meantime.
     entries = [entry for entry in all_entries if os.path.lexists(entry.path)]
     leftovers = list_leftovers(folder)
@@ -432,7 +432,7 @@ def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> 
     from llm.trainers.gpt.model_copies import describe_config_changes
 
     newest = checkpoints[-1]
-    options = with_checkpoint_copies(config, newest)
+    options = use_checkpoint_copies(config, newest)
     model_config = load_config(options)
     for checkpoint in checkpoints:
         changes = describe_config_changes(options, checkpoint, model_config)
@@ -566,4 +566,4 @@ def _write_export(
 ) -> None:
     """Export a model and its card."""
     weights = {name: tensor.detach() for name, tensor in state.items()}
-    export_trained(config, model, tokenizer, weights, folder=target, card=card)
+    export_trained_model(config, model, tokenizer, weights, folder=target, card=card)

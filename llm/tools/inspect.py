@@ -153,7 +153,7 @@ def _describe_step(options: InspectOptions, step_number: int) -> list[str]:
 
 def _describe_samples(step_samples: "StepSamples", *, max_tokens: int) -> list[str]:
     """Describe the documents in each sample of a step, with the text of their first tokens."""
-    from llm.trainers.gpt.step_samples import passages
+    from llm.trainers.gpt.step_samples import split_into_passages
 
     lines = []
     flat_sources = set()
@@ -168,7 +168,7 @@ def _describe_samples(step_samples: "StepSamples", *, max_tokens: int) -> list[s
         lines += ["", f"sample {sample_index:,}, source {source.name}"]
         if not source.stream.file.num_documents:
             flat_sources.add(source.name)
-        for passage in passages(source.stream, start, step_samples.num_tokens):
+        for passage in split_into_passages(source.stream, start, step_samples.num_tokens):
             lines += _describe_passage(passage, step_samples.tokenizer, max_tokens=max_tokens)
     if flat_sources:
         names = ", ".join(sorted(flat_sources))
@@ -323,7 +323,7 @@ def _describe_documents(
     import numpy as np
 
     num_measured = min(file.num_documents, _MAX_LENGTH_DOCUMENTS)
-    starts = file.document_starts(0, num_measured + 1)
+    starts = file.find_document_starts(0, num_measured + 1)
     lengths = np.diff(starts)
     length_summary = (
         f"min {lengths.min():,}, median {np.median(lengths):,.0f}, mean {lengths.mean():,.1f}, "

@@ -42,13 +42,13 @@ def run_defective(defect: Callable[[], None], case: Case) -> Any:
 
 def before_the_norm(do: Callable[[AcceleratedStrategy], Any]) -> None:
     """Let every step do something more."""
-    norm = AcceleratedStrategy._gradient_norm
+    norm = AcceleratedStrategy._compute_gradient_norm
 
     def gradient_norm(self: AcceleratedStrategy) -> torch.Tensor:
         do(self)
         return norm(self)
 
-    AcceleratedStrategy._gradient_norm = gradient_norm
+    AcceleratedStrategy._compute_gradient_norm = gradient_norm
 
 
 def send_read_and_copy() -> None:
@@ -59,7 +59,7 @@ def send_read_and_copy() -> None:
 
 def test_what_the_host_sends_reads_and_copies_in_a_step_is_noticed():
     update = notes_with(send_read_and_copy, Case(4))["update"]
-    assert sum("norm = self._gradient_norm()" in line for line in update.host_messages) == 1
+    assert sum("norm = self._compute_gradient_norm()" in line for line in update.host_messages) == 1
     copied, read = update.reads  # the last defect comes first
     assert copied.startswith("_to_copy at parallel/base.py")
     assert read.startswith("_local_scalar_dense at parallel/base.py")
@@ -157,14 +157,14 @@ def test_flags_that_are_read_before_they_arrive_are_noticed():
 
 
 def read_the_answer_without_a_wait() -> None:
-    any_rank = AcceleratedStrategy.any_rank
+    any_rank = AcceleratedStrategy.reduce_flags
 
     def read_at_once(self: AcceleratedStrategy, flags: list[bool]) -> list[bool]:
         if self._pending_flags is not None:
             self._pending_flags = SimpleNamespace(wait=lambda: None), self._pending_flags[1]
         return any_rank(self, flags)
 
-    AcceleratedStrategy.any_rank = read_at_once
+    AcceleratedStrategy.reduce_flags = read_at_once
 
 
 @more

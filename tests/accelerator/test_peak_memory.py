@@ -59,13 +59,13 @@ def test_a_step_takes_the_memory_that_the_plan_says(name):
 
 
 def run_keeping_gradients(case: Case) -> Any:
-    norm, kept = AcceleratedStrategy._gradient_norm, []
+    norm, kept = AcceleratedStrategy._compute_gradient_norm, []
 
     def gradient_norm(self: AcceleratedStrategy) -> torch.Tensor:
         kept.append([parameter.grad for parameter in self.parameters])
         return norm(self)
 
-    AcceleratedStrategy._gradient_norm = gradient_norm
+    AcceleratedStrategy._compute_gradient_norm = gradient_norm
     return run(case)
 
 

@@ -180,7 +180,7 @@ def run_case(name: str) -> tuple[dict[str, Notes], set[timedelta]]:
 def test_the_host_sends_nothing_but_flags(name):
     notes, _ = run_case(name)
     sent = [message for note in notes.values() for message in note.host_messages]
-    # By gloo, while the device computes; see `any_rank`.
+    # By gloo, while the device computes; see `reduce_flags`.
     flags = (
         "dist.all_reduce(flag_counts, async_op=True)",
         " at extensions/decentralized/any_rank.py:",

@@ -13,7 +13,7 @@ import torch
 
 from llm.checkpoint import save as saving  # the tests' own helper is called `save`
 from llm.checkpoint import snapshot
-from llm.checkpoint.format import checkpoint_folders
+from llm.checkpoint.format import list_checkpoint_folders
 from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints
 from llm.checkpoint.options import CheckpointOptions
 from llm.checkpoint.save import NotFiniteError, Saver
@@ -77,7 +77,7 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     if not is_filled(load(find_newest_checkpoint(run)), 5.0):
         wrong.append("the next save is not right")
     # Nothing hidden, and of what is named as a checkpoint nothing that is none.
-    if list(run.glob(".*")) or len(steps(run)) != 2 or len(checkpoint_folders(run)) != 2:
+    if list(run.glob(".*")) or len(steps(run)) != 2 or len(list_checkpoint_folders(run)) != 2:
         wrong.append(f"left over: {sorted(os.listdir(run))}")
     return wrong
 

@@ -18,7 +18,7 @@ from llm.checkpoint.load import (
     read_verified_checkpoint,
 )
 from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.retention import mark_superseded, prune
+from llm.checkpoint.retention import mark_superseded, prune_checkpoints
 from llm.errors import CheckpointError
 from llm.runtime.files import checksum
 from tests.support.checkpoints import Part, filled, is_filled, load, save, saver_of, steps
@@ -268,7 +268,7 @@ def test_newest_best_and_permanent_checkpoints_are_kept(
     for step, loss in enumerate(losses, start=1):
         save(tmp_path, step, eval_loss=loss)
     options = CheckpointOptions(keep_checkpoints=newest, save_top_k=best, keep_every=every)
-    prune(tmp_path, options, saved_step=len(losses))
+    prune_checkpoints(tmp_path, options, saved_step=len(losses))
     assert steps(tmp_path) == kept
     assert link is None or os.readlink(tmp_path / "best") == link
 
@@ -286,7 +286,9 @@ def test_only_a_checkpoint_that_becomes_the_best_is_announced(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="llm")
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(tmp_path, step, eval_loss=loss)
-        prune(tmp_path, CheckpointOptions(keep_checkpoints=1, save_top_k=1), saved_step=step)
+        prune_checkpoints(
+            tmp_path, CheckpointOptions(keep_checkpoints=1, save_top_k=1), saved_step=step
+        )
     best = [message for message in caplog.messages if message.startswith("new best checkpoint")]
     assert best == [
         f"new best checkpoint: {tmp_path}/step_00000001, validation loss 3.0000",

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from llm.config.duration import Duration
-from llm.data.batch_plan import BatchPlan, micro_batch_sizes, plan_batches
+from llm.data.batch_plan import BatchPlan, list_micro_batch_sizes, plan_batches
 from llm.data.batch_schedule import BatchPhase
-from llm.data.options import BatchOptions, batch_problems
+from llm.data.options import BatchOptions, find_batch_problems
 from llm.errors import ConfigError
 
 BLOCK_SIZE = 4
@@ -76,7 +76,7 @@ def test_steps_samples_and_batch_size_follow_from_the_options(changes, batch, st
 )
 def test_auto_chooses_powers_of_two_or_divisors_of_the_global_batch(batch, ranks, sizes):
     options = BatchOptions(global_batch_size=batch, per_device_train_batch_size="auto")
-    assert micro_batch_sizes(options, world_size=ranks) == sizes
+    assert list_micro_batch_sizes(options, world_size=ranks) == sizes
 
 
 def test_a_resumed_run_keeps_its_global_batch():
@@ -266,6 +266,6 @@ def test_a_batch_that_ranks_do_not_divide_or_too_small_a_budget_is_refused(
     ],
 )
 def test_text_that_is_not_a_batch_schedule_is_refused_in_one_sentence(text, sentence):
-    (problem,) = batch_problems(BatchOptions(global_batch_size=text))
+    (problem,) = find_batch_problems(BatchOptions(global_batch_size=text))
     assert problem.startswith(f"--global_batch_size {text} ")
     assert sentence in problem

@@ -19,7 +19,7 @@ from llm.errors import DataError
 from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import Output
 from llm.prepare.prepare_files import prepare_files
-from llm.prepare.text.sources import file_source
+from llm.prepare.text.sources import make_file_source
 from llm.prepare.verification import verify
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
@@ -160,10 +160,10 @@ def test_whatever_changes_the_bytes_has_its_own_cache(tmp_path):
     assert count(end_token=None) == 3
     assert count(tokenizer=byte_tokenizer(fingerprint="other")) == 4
     for number, keep_linebreaks in enumerate([True, False], 5):
-        source = file_source(text, text_column=None, keep_linebreaks=keep_linebreaks)
+        source = make_file_source(text, text_column=None, keep_linebreaks=keep_linebreaks)
         assert count(source) == number
     write(text, "two more\n")
-    assert count(file_source(text, text_column=None, keep_linebreaks=True)) == 7
+    assert count(make_file_source(text, text_column=None, keep_linebreaks=True)) == 7
 
 
 @pytest.mark.parametrize("damage", ["bin", "idx", "json", "bytes"])

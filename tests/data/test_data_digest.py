@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import CorpusSource, TokenStream
-from llm.data.data_digest import corpus_digests, data_has_changed
+from llm.data.data_digest import compute_corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.sidecar import read_sidecar
-from llm.prepare.verification import checksums
+from llm.prepare.verification import compute_checksums
 from tests.support.token_files import describe, write_flat
 
 NUM_TOKENS = 400_000  # three times as many as the two ends that are read whole
@@ -37,10 +37,15 @@ def digest(folder, ids, *, sidecar: bool = False, start: int = 0):
     path.with_suffix(".json").unlink(missing_ok=True)
     if sidecar:
         describe(
-            folder / "text", fingerprint="", largest_token=1, checksums={"bin": checksums(path)}
+            folder / "text",
+            fingerprint="",
+            largest_token=1,
+            checksums={"bin": compute_checksums(path)},
         )
     stream = TokenStream(FlatTokenFile(path), start=start)
-    found = corpus_digests([CorpusSource("text", 1.0, stream, read_sidecar(folder / "text"))])
+    found = compute_corpus_digests(
+        [CorpusSource("text", 1.0, stream, read_sidecar(folder / "text"))]
+    )
     return json.loads(json.dumps(found))  # as a checkpoint has it
 
 

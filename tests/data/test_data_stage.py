@@ -3,7 +3,13 @@
 import pytest
 
 from llm.config.duration import Tokens
-from llm.data.options import DataOptions, DataStage, data_problems, stage_problems, training_paths
+from llm.data.options import (
+    DataOptions,
+    DataStage,
+    find_data_problems,
+    find_stage_problems,
+    training_paths,
+)
 
 LAST = DataStage(data_path=("c",))
 
@@ -13,8 +19,8 @@ def stage(until: str | None = None, *data_path: float | str) -> DataStage:
 
 
 def test_stages_in_their_order_are_no_problem():
-    assert stage_problems([]) == stage_problems([LAST]) == []
-    assert stage_problems([stage("1K"), stage("2K"), LAST]) == []
+    assert find_stage_problems([]) == find_stage_problems([LAST]) == []
+    assert find_stage_problems([stage("1K"), stage("2K"), LAST]) == []
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def test_stages_in_their_order_are_no_problem():
     ],
 )
 def test_stages_that_make_no_sequence_are_refused_in_a_sentence(stages, sentence):
-    assert stage_problems(stages) == [sentence]
+    assert find_stage_problems(stages) == [sentence]
 
 
 @pytest.mark.parametrize(
@@ -61,13 +67,13 @@ def test_stages_that_make_no_sequence_are_refused_in_a_sentence(stages, sentence
     ],
 )
 def test_stages_and_other_data_are_refused_together(options, words):
-    problems = data_problems(DataOptions(data_stage=(LAST,), **options))
+    problems = find_data_problems(DataOptions(data_stage=(LAST,), **options))
     assert len(problems) == 1
     assert words in problems[0]
 
 
 def test_stages_may_have_separate_files_to_evaluate_on():
-    assert data_problems(DataOptions(data_stage=(LAST,), valid_data_path=("v",))) == []
+    assert find_data_problems(DataOptions(data_stage=(LAST,), valid_data_path=("v",))) == []
 
 
 def test_the_files_of_several_stages_are_named_once():

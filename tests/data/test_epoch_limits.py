@@ -3,7 +3,7 @@
 import pytest
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.epoch_limits import check_epochs
+from llm.data.epoch_limits import refuse_excess_epochs
 from llm.data.formats.flat import open_token_file
 from llm.data.options import DataOptions
 from llm.data.order import MixtureStage
@@ -24,7 +24,7 @@ def sources(tmp_path):
 
 def check(sources, num_samples, *words, stages=()):
     samples = Samples(sources, stages=stages, block_size=10, seed=1)
-    check_epochs(DataOptions(max_epochs=words), sources, samples, num_samples=num_samples)
+    refuse_excess_epochs(DataOptions(max_epochs=words), sources, samples, num_samples=num_samples)
 
 
 def prefix(sources, number):

@@ -19,9 +19,9 @@ BLOCK_SIZE = 4
 class RecordingStream(TokenStream):
     """Remembers the positions that were read."""
 
-    def windows(self, starts, length):
+    def read_windows(self, starts, length):
         self.read = [*getattr(self, "read", []), *starts.tolist()]
-        return super().windows(starts, length)
+        return super().read_windows(starts, length)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def loader_threads():
 
 
 def test_labels_are_the_tokens_that_follow(stream):
-    batch = next(train_loader(stream).steps(0))
+    batch = next(train_loader(stream).read_steps(0))
 
     assert len(batch.micro_batches) == 4
     for inputs, labels, *_ in batch.micro_batches:
@@ -98,7 +98,7 @@ def test_samples_are_in_the_order_of_the_sampler(stream):
     loader = train_loader(stream)
     sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
 
-    batches = list(loader.steps(0))
+    batches = list(loader.read_steps(0))
 
     assert len(batches) == 3
     assert inputs_that_count(batches)[:, 0].tolist() == sampler.starts(np.arange(21)).tolist()
@@ -106,7 +106,7 @@ def test_samples_are_in_the_order_of_the_sampler(stream):
 
 
 def test_the_smaller_last_step_is_filled_with_ignored_labels(stream):
-    *_, last = train_loader(stream).steps(0)
+    *_, last = train_loader(stream).read_steps(0)
 
     assert last.num_samples == 5
     assert last.num_tokens == 5 * BLOCK_SIZE
@@ -120,12 +120,12 @@ def test_the_smaller_last_step_is_filled_with_ignored_labels(stream):
 def test_sample_order_does_not_depend_on_world_size_or_accumulation(
     stream, world_size, micro_batch_size
 ):
-    expected = list(train_loader(stream).steps(0))
+    expected = list(train_loader(stream).read_steps(0))
     by_rank = [
         list(
             train_loader(
                 stream, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size
-            ).steps(0)
+            ).read_steps(0)
         )
         for rank in range(world_size)
     ]
@@ -143,27 +143,27 @@ def test_sample_order_does_not_depend_on_world_size_or_accumulation(
 
 
 def test_resuming_reads_no_skipped_data(stream):
-    whole = list(train_loader(stream).steps(0))
+    whole = list(train_loader(stream).read_steps(0))
     stream.read = []
 
-    rest = list(train_loader(stream).steps(2))
+    rest = list(train_loader(stream).read_steps(2))
 
     assert len(rest) == 1
     assert torch.equal(inputs_that_count(rest), inputs_that_count(whole[2:]))
     sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
     assert set(stream.read) == set(sampler.starts(np.arange(16, 21)).tolist())
-    assert list(train_loader(stream).steps(3)) == []
+    assert list(train_loader(stream).read_steps(3)) == []
 
 
 def test_an_error_in_the_loader_thread_is_raised_by_the_iterator(stream):
     class Broken(RecordingStream):
-        def windows(self, starts, length):
+        def read_windows(self, starts, length):
             if len(getattr(self, "read", [])) >= 8:
                 raise DataError("the disk is gone")
-            return super().windows(starts, length)
+            return super().read_windows(starts, length)
 
     stream.__class__ = Broken
-    steps = train_loader(stream).steps(0)
+    steps = train_loader(stream).read_steps(0)
 
     next(steps)
     with pytest.raises(DataError, match="the disk is gone"):
@@ -172,7 +172,7 @@ def test_an_error_in_the_loader_thread_is_raised_by_the_iterator(stream):
 
 
 def test_closing_early_stops_the_thread_and_little_is_prefetched(stream):
-    steps = train_loader(stream, samples=8000).steps(0)
+    steps = train_loader(stream, samples=8000).read_steps(0)
 
     next(steps)
     assert len(loader_threads()) == 1
@@ -229,7 +229,7 @@ def test_a_validation_text_of_one_token_is_refused(tmp_path):
 
 
 def test_by_default_a_batch_has_neither_positions_nor_document_numbers(stream):
-    micro = next(train_loader(stream).steps(0)).micro_batches[0]
+    micro = next(train_loader(stream).read_steps(0)).micro_batches[0]
     evaluated = next(iter(eval_loader(stream)))
 
     assert micro.positions is micro.documents is None
@@ -242,7 +242,7 @@ def test_training_and_evaluation_batches_number_the_documents_of_a_window(stream
 
     trained = [
         m
-        for batch in train_loader(stream, document_boundaries=document_boundaries).steps(0)
+        for batch in train_loader(stream, document_boundaries=document_boundaries).read_steps(0)
         for m in batch.micro_batches
     ]
     evaluated = list(eval_loader(stream, document_boundaries=document_boundaries))

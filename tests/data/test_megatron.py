@@ -59,14 +59,14 @@ def test_any_documents_read_back_as_written(tmp_path_factory, documents, dtype):
     for number, document in enumerate(documents):
         tokens = file.tokens[file.document_start(number) : file.document_start(number + 1)]
         assert tokens.tolist() == [token for sequence in document for token in sequence]
-    assert file.index_faults(sample=False) == []
+    assert file.find_index_faults(sample=False) == []
 
 
 def test_the_last_document_start_is_the_end_of_all_tokens(tmp_path):
     file = TokenFile(write_sequences(tmp_path / "text", DOCUMENTS))
 
     assert [file.document_start(n) for n in range(3)] == [0, 4, 6]
-    assert file.document_starts(1, 3).tolist() == [4, 6]
+    assert file.find_document_starts(1, 3).tolist() == [4, 6]
     for number in (-1, 3):
         with pytest.raises(IndexError, match=f"no document {number} of 2"):
             file.document_start(number)
@@ -131,7 +131,7 @@ def test_a_damaged_pair_is_refused_with_its_name_and_fault(tmp_path, damage, mes
 @pytest.fixture
 def unchecked_index(monkeypatch):
     """An index of which opening looks at nothing, as between the samples of a large one."""
-    monkeypatch.setattr(TokenFile, "index_faults", lambda *_, **__: [])
+    monkeypatch.setattr(TokenFile, "find_index_faults", lambda *_, **__: [])
 
 
 @pytest.mark.usefixtures("unchecked_index")

@@ -97,7 +97,7 @@ def read_everything(path):
                 assert 0 <= place_of(number) <= num_tokens
             except DataError:
                 refused = True
-    return refused or bool(isinstance(file, TokenFile) and file.index_faults(sample=False))
+    return refused or bool(isinstance(file, TokenFile) and file.find_index_faults(sample=False))
 
 
 @pytest.mark.parametrize("times", [60, pytest.param(400, marks=pytest.mark.slow)])

@@ -80,7 +80,7 @@ def test_our_reader_reads_megatrons_files(megatron, tmp_path, dtype, multimodal)
     assert file.tokens.dtype == dtype
     assert file.tokens.tolist() == [1, 2, 3, 4, 50256, 7, 8, *[9] * 1000]
     assert [file.document_start(number) for number in range(6)] == [0, 4, 4, 5, 7, 1007]
-    assert file.index_faults(sample=False) == []
+    assert file.find_index_faults(sample=False) == []
 
 
 def test_our_reader_reads_files_that_megatron_merged(megatron, tmp_path):
@@ -95,7 +95,7 @@ def test_our_reader_reads_files_that_megatron_merged(megatron, tmp_path):
 
     assert (file.num_documents, file.num_sequences, file.num_tokens) == (10, 12, 2014)
     assert file.document_start(5) == 1007
-    assert file.index_faults(sample=False) == []
+    assert file.find_index_faults(sample=False) == []
 
 
 @pytest.mark.parametrize("vocab_size", [256, 65499, 65500, 65536, 100_000])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream
 from llm.data.formats.flat import open_token_file
-from llm.data.order import Blend, Mixture, MixtureStage, WindowSampler, stage_starts
+from llm.data.order import Blend, Mixture, MixtureStage, WindowSampler, find_stage_starts
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import write_pair
 
@@ -36,7 +36,7 @@ def mixture_of(stages, block_size=1):
 def test_each_source_is_within_k_samples_of_its_share_in_every_stage(stages):
     sources, _ = mixture_of(stages).locate(np.arange(RUN))
 
-    starts = [*stage_starts(stages, block_size=1), RUN]
+    starts = [*find_stage_starts(stages, block_size=1), RUN]
     for stage, start, stop in zip(stages, starts, starts[1:], strict=False):
         used = [number for number, weight in enumerate(stage.weights) if weight]
         total = sum(map(Fraction, stage.weights))
@@ -84,7 +84,7 @@ def test_a_stage_has_the_samples_that_fit_whole_into_its_tokens():
         MixtureStage(100, (0.0, 1.0)),
         MixtureStage(None, (1.0, 1.0)),
     ]
-    assert stage_starts(stages, block_size=10) == [0, 9, 10]
+    assert find_stage_starts(stages, block_size=10) == [0, 9, 10]
 
     sources, numbers = mixture_of(stages, block_size=10).locate(np.arange(14))
 

@@ -110,7 +110,7 @@ def test_ids_beyond_the_vocabulary_without_a_sidecar_are_refused_when_read(wiki,
     stream = opened(**{option: (str(wiki),)}, vocab_size=50).train[0].stream
 
     with pytest.raises(DataError, match=r"wiki_text_document\.bin holds the token id \d+"):
-        stream.windows(np.arange(100), 20)
+        stream.read_windows(np.arange(100), 20)
 
 
 def test_a_file_without_tokens_is_refused(tmp_path):

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from llm.data.corpus import CorpusSource, Samples, TokenStream, pin_in_memory
-from llm.data.data_digest import corpus_digests, data_has_changed
+from llm.data.data_digest import compute_corpus_digests, data_has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
 from llm.data.formats.sidecar import describe_token_files, open_described, read_sidecar
 from llm.data.splits import split_documents
 from llm.errors import DataError
-from llm.prepare.verification import checksums, verify
+from llm.prepare.verification import compute_checksums, verify
 from llm.tools.inspect import main as inspect
-from llm.trainers.gpt.step_samples import passages
+from llm.trainers.gpt.step_samples import split_into_passages
 from tests.support.token_files import describe, write_pair, write_parts
 
 DOCUMENTS = [[10 * number + i for i in range(number % 7)] for number in range(40)]
@@ -38,7 +38,7 @@ def describe_parts(prefix, counts=COUNTS):
         tokens=sum(map(len, DOCUMENTS)),
         documents=len(DOCUMENTS),
         checksums={
-            f"{number:05d}.{kind}": checksums(part.with_name(f"{part.name}.{kind}"))
+            f"{number:05d}.{kind}": compute_checksums(part.with_name(f"{part.name}.{kind}"))
             for number, part in enumerate(parts)
             for kind in ("bin", "idx")
         },
@@ -53,11 +53,11 @@ def test_parts_have_the_tokens_and_documents_of_the_joined_file(both):
     for name in ("num_tokens", "num_sequences", "num_documents"):
         assert getattr(parts, name) == getattr(whole, name)
     assert np.asarray(parts.tokens).tolist() == whole.tokens.tolist()
-    starts = whole.document_starts(0, 41)
-    assert parts.document_starts(0, 41).tolist() == starts.tolist()
+    starts = whole.find_document_starts(0, 41)
+    assert parts.find_document_starts(0, 41).tolist() == starts.tolist()
     for first in range(41):
         for stop in range(first, 42):
-            assert parts.document_starts(first, stop).tolist() == starts[first:stop].tolist()
+            assert parts.find_document_starts(first, stop).tolist() == starts[first:stop].tolist()
     with pytest.raises(IndexError, match="has no document 41 of 40"):
         parts.document_start(41)
 
@@ -80,7 +80,9 @@ def test_windows_equal_those_of_the_joined_file(both, length):
     whole, parts = (TokenStream(file, start=5, stop=110, vocab_size=400) for file in both)
     starts = np.arange(-10, 250)
 
-    assert parts.windows(starts, length).tolist() == whole.windows(starts, length).tolist()
+    assert (
+        parts.read_windows(starts, length).tolist() == whole.read_windows(starts, length).tolist()
+    )
 
 
 def test_the_order_of_samples_is_bit_for_bit_the_same(both):
@@ -97,7 +99,7 @@ def test_the_order_of_samples_is_bit_for_bit_the_same(both):
 
 def test_passages_are_the_same(both):
     def found(file):
-        passed = passages(TokenStream(file, start=3), 20, 100)
+        passed = split_into_passages(TokenStream(file, start=3), 20, 100)
         return [(each.document, each.offset, each.length, each.tokens.tolist()) for each in passed]
 
     whole, parts = map(found, both)
@@ -108,7 +110,9 @@ def test_the_digest_of_parts_is_that_of_the_joined_file(both, tmp_path):
     describe_parts(tmp_path / "parts")
     describe(tmp_path / "whole", fingerprint="", largest_token=395, checksums={"bin": ["1"]})
     whole, parts = (
-        corpus_digests([CorpusSource("a", 1.0, TokenStream(file), read_sidecar(file.prefix))])
+        compute_corpus_digests(
+            [CorpusSource("a", 1.0, TokenStream(file), read_sidecar(file.prefix))]
+        )
         for file in both
     )
 
@@ -135,11 +139,11 @@ def test_a_part_cut_while_it_is_in_use_is_named(both, tmp_path):
     with part.open("r+b") as file:
         file.truncate(20)
 
-    assert stream.windows(np.array([0]), 8).size == 8
+    assert stream.read_windows(np.array([0]), 8).size == 8
     with pytest.raises(
         DataError, match=r"parts-00004-of-00005\.bin was cut while it was in use: 20"
     ):
-        stream.windows(np.array([100]), 8)
+        stream.read_windows(np.array([100]), 8)
 
 
 def test_parts_are_inspected_and_verified_as_one(both, tmp_path, capsys):

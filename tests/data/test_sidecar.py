@@ -9,13 +9,13 @@ import xxhash
 
 from llm.data.formats.sidecar import (
     Sidecar,
-    check_beginnings,
+    check_prepend_bos,
     check_tokenizer,
     read_sidecar,
     write_sidecar,
 )
 from llm.errors import DataError
-from llm.prepare.verification import checksums, verify
+from llm.prepare.verification import compute_checksums, verify
 from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def sidecar_of(prefix, **changes):
         "largest_token": 3,
         "sources": ["text/\u00e9.jsonl"],
         "plan": "0",
-        "checksums": {kind: checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
+        "checksums": {kind: compute_checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
     }
     return Sidecar(**{**stats, **changes})
 
@@ -156,7 +156,7 @@ def test_there_is_a_checksum_for_every_64_mib(tmp_path, size):
         file.truncate(size)
     content = (tmp_path / "file").read_bytes()
 
-    assert checksums(tmp_path / "file") == [
+    assert compute_checksums(tmp_path / "file") == [
         xxhash.xxh3_128_hexdigest(content[start : start + 64 * MIB])
         for start in range(0, size, 64 * MIB)
     ]
@@ -272,9 +272,9 @@ def test_verifying_missing_files_is_refused(tmp_path):
 def test_a_file_with_other_beginnings_is_refused(prefix, prepared, remedy):
     sidecar = sidecar_of(prefix, prepend_bos=prepared)
 
-    check_beginnings(prefix, sidecar, prepared)
+    check_prepend_bos(prefix, sidecar, prepared)
     with pytest.raises(DataError, match=f"was made {remedy}, or prepare it again"):
-        check_beginnings(prefix, sidecar, not prepared)
+        check_prepend_bos(prefix, sidecar, not prepared)
 
 
 def test_a_file_of_another_tokenizer_is_refused_unless_ignored(prefix, caplog):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llm.data.options import BatchOptions, batch_problems
+from llm.data.options import BatchOptions, find_batch_problems
 from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, parse_skipped_ranges
 from llm.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_the_samples_served_are_counted_without_those_left_out():
 def test_text_that_is_not_a_range_is_refused_with_the_wrong_part(text):
     with pytest.raises(ConfigError, match="is not FIRST:STOP, two growing numbers"):
         parse_skipped_ranges(text)
-    (problem,) = batch_problems(BatchOptions(skip_samples=text))
+    (problem,) = find_batch_problems(BatchOptions(skip_samples=text))
     assert f"--skip_samples {text}" in problem
 
 

@@ -11,7 +11,7 @@ from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 
 
 def all_tokens(stream):
-    return stream.windows(np.array([0]), stream.num_tokens)[0].tolist()
+    return stream.read_windows(np.array([0]), stream.num_tokens)[0].tolist()
 
 
 def numbered(folder, num_documents):

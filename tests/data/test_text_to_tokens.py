@@ -16,7 +16,7 @@ from llm.data import text_to_tokens
 from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
 from llm.data.text_identity import file_stamp
-from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_job
+from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_text_job
 from llm.errors import ConfigError, DataError
 from llm.prepare import run_text
 from llm.tokenizers.load_tokenizer import choose_end_token, count_ids, fingerprint
@@ -121,14 +121,14 @@ def test_a_killed_process_leads_to_a_sentence_with_a_remedy(tmp_path, monkeypatc
     run_instead(monkeypatch, tmp_path, "import os; os.kill(os.getpid(), 9)")
 
     with pytest.raises(DataError, match=r"killed \(SIGKILL\).*--preprocessing_num_workers"):
-        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+        run_text_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
 
 def test_a_defect_of_the_process_fails_with_its_traceback_in_the_log(tmp_path, monkeypatch, caplog):
     run_instead(monkeypatch, tmp_path, "raise ValueError('a defect')")
 
     with pytest.raises(RuntimeError, match="exit code 1"):
-        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+        run_text_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
     assert "ValueError: a defect" in caplog.messages
 
@@ -138,7 +138,7 @@ def test_warnings_of_libraries_are_no_part_of_the_sentence(tmp_path, monkeypatch
     run_instead(monkeypatch, tmp_path, code)
 
     with pytest.raises(DataError) as raised:
-        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+        run_text_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
     assert str(raised.value) == "one\nand two"
     assert caplog.messages == ["a warning"]
@@ -150,7 +150,7 @@ def test_a_process_that_reads_nothing_of_a_long_job_is_still_quoted(tmp_path, mo
     longer = replace(job.tokenizer, backend="x" * 1_000_000)  # than what a pipe holds
 
     with pytest.raises(DataError, match=r"^no memory$"):
-        run_job(replace(job, tokenizer=longer))
+        run_text_job(replace(job, tokenizer=longer))
 
 
 def test_a_second_interruption_leaves_no_timer(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_second_interruption_leaves_no_timer(tmp_path, monkeypatch):
     monkeypatch.setattr(text_to_tokens, "_log_lines", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+        run_text_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)
@@ -177,7 +177,7 @@ def test_the_process_waits_for_the_process_of_a_killed_run(tmp_path, monkeypatch
             return True
 
         monkeypatch.setattr(text_to_tokens.logger, "filters", [release_soon])
-        run_job(job_of(write(tmp_path / "a.txt", "a\n")))
+        run_text_job(job_of(write(tmp_path / "a.txt", "a\n")))
 
     assert (tmp_path / "tokens.bin").exists()
 

@@ -22,12 +22,12 @@ class CounterOptions(CoreConfig):
 class CounterExtension(Extension[CounterOptions]):
     """Counts the updates, if the option asks for it."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         if self.options.count_every is None or not self.options.eval_only:
             return []
         return ["--count_every counts updates, and --eval_only makes none; leave one of them out."]
 
-    def in_loop(self, context: LoopContext) -> LoopExtension | None:
+    def make_loop_extension(self, context: LoopContext) -> LoopExtension | None:
         every = self.options.count_every
         return None if every is None else Counter(every)
 

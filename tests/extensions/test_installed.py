@@ -18,7 +18,7 @@ from llm.config.options import fields
 from llm.errors import ConfigError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.installed_extensions import load_installed_extensions
-from llm.trainers.gpt.seams import option_classes
+from llm.trainers.gpt.seams import list_option_classes
 from tests.support.installed_packages import (
     files_of_page,
     install,
@@ -124,7 +124,7 @@ from llm.trainers.gpt.seams import LoopExtension, Periodic
 class Loss(LoopExtension):
     {attribute}
 
-It.in_loop = lambda self, context: Loss()
+It.make_loop_extension = lambda self, context: Loss()
 """
     package = package_of_one_option("llm-loss", "loss_number", code=code)
 
@@ -341,7 +341,7 @@ def test_two_packages_with_one_name_of_an_option_are_refused(
     first = package_of_one_option("llm-a", "number")
     first["llm_a.py"] = first["llm_a.py"].replace("number: int", "number: bool")
     loaded = load(tmp_path, monkeypatch, first, package_of_one_option("llm-b", second))
-    bases = (*option_classes(loaded), CoreConfig)
+    bases = (*list_option_classes(loaded), CoreConfig)
     config = dataclasses.dataclass(frozen=True, kw_only=True)(type("Config", bases, {}))
     with pytest.raises(ConfigError) as caught:
         fields(config)

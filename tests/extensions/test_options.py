@@ -10,8 +10,8 @@ from llm.config.options import fields
 from llm.config.toml import to_toml
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
-from llm.trainers.gpt.recorded_options import recorded_options
-from llm.trainers.gpt.seams import Extension, LoopExtension, option_classes
+from llm.trainers.gpt.recorded_options import make_options_record
+from llm.trainers.gpt.seams import Extension, LoopExtension, list_option_classes
 from tests.support.package import PACKAGE, ROOT
 
 
@@ -21,9 +21,9 @@ def test_every_folder_is_listed_once():
 
 
 def test_no_two_extensions_answer_the_same_question_of_the_core():
-    answers = (name for each in option_classes(EXTENSIONS) for name in vars(each))
+    answers = (name for each in list_option_classes(EXTENSIONS) for name in vars(each))
     number = Counter(name for name in answers if isinstance(getattr(CoreConfig, name, 0), property))
-    assert number == {"several_models": 1, "around_optimizer": 1, "besides_optimizer": 1}
+    assert number == {"replica_option": 1, "step_change_option": 1, "extra_optimizer_option": 1}
 
 
 def test_every_part_of_a_checkpoint_has_another_name():
@@ -55,8 +55,8 @@ def test_a_run_records_an_extensions_options_only_if_they_are_given():
     assert "ema_decay" not in to_toml(plain)
     assert "mup_base_width" not in to_toml(plain)
     more = {
-        kind: set(values) - set(recorded_options(plain)[kind])
-        for kind, values in recorded_options(given).items()
+        kind: set(values) - set(make_options_record(plain)[kind])
+        for kind, values in make_options_record(given).items()
     }
     assert more == {"fixed": {"mup", "mup_base_width"}, "logged": {"ema_decay"}}
 
@@ -69,4 +69,10 @@ def test_the_page_lists_every_hook():
     hooks = {name for cls in (Extension, LoopExtension) for name in vars(cls) if name[0] != "_"}
     hooks.remove("package")  # which the loader sets
     answers = {name for name, value in vars(CoreConfig).items() if isinstance(value, property)}
-    assert listed == {*hooks, *answers, "OPTIMIZERS", "around_optimizer", "besides_optimizer"}
+    assert listed == {
+        *hooks,
+        *answers,
+        "OPTIMIZERS",
+        "step_change_option",
+        "extra_optimizer_option",
+    }

@@ -35,10 +35,10 @@ IN_A_SAVE = [
 ]
 IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), None)] * 2
 # The rank waits for the process that writes the token files.
-WHILE_TOKENISING = [("llm.data.text_to_tokens:run_job", (1, 1), None)] * 3
+WHILE_TOKENISING = [("llm.data.text_to_tokens:run_text_job", (1, 1), None)] * 3
 AT_THE_EDGES = [
     ("llm.trainers.gpt.train:make_tracker", (1, 1), None),
-    ("llm.trainers.gpt.results:export_trained", (1, 1), 0),
+    ("llm.trainers.gpt.results:export_trained_model", (1, 1), 0),
 ]
 IN_A_STEP = [("llm.trainers.gpt.loop:Trainer.train_step", (1, STEPS - 6), None)] * 6
 PLACES = [*IN_A_SAVE, *IN_AN_EVALUATION, *WHILE_TOKENISING, *AT_THE_EDGES, *IN_A_STEP]

@@ -37,7 +37,7 @@ PLACES = [
     (f"{SAVE}:copy_staged_files", 2, 0),
     (f"{STAGING}:sync_file", 2, 0),
     (f"{SAVE}:commit_checkpoint", 2, 0),
-    (f"{SAVE}:prune", 2, 0),
+    (f"{SAVE}:prune_checkpoints", 2, 0),
     (f"{STAGING}:StagingFolder.remove", 4, 1),
     (f"{STAGING}:StagingFolder.close", 1, 1),
     (f"{SAVE}:remove_record", 1, 0),

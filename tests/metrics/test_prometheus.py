@@ -10,7 +10,7 @@ import pytest
 
 from llm.errors import ConfigError
 from llm.metrics.prometheus import PrometheusFile, check_metrics_file
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.training import Bench, assert_refused
 
@@ -91,7 +91,7 @@ def test_a_path_that_cannot_work_is_refused(tmp_path):
 
 def test_a_name_that_the_node_exporter_does_not_read_is_refused():
     with pytest.raises(ConfigError, match=r"--metrics_file run\.txt must end in \.prom"):
-        check(GPTConfig(model_type="gpt2", train_file="a.txt", metrics_file="run.txt"))
+        check_config(GPTConfig(model_type="gpt2", train_file="a.txt", metrics_file="run.txt"))
 
 
 def test_a_bad_path_is_refused_in_one_sentence_before_training(tmp_path):

@@ -11,7 +11,7 @@ from llm.models.loss import LanguageModelLoss, make_loss
 from llm.models.options import ModelOptions
 from llm.parallel.accelerator import check_precision
 from llm.parallel.options import PrecisionOptions
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.training import NO_DROPOUT
@@ -114,7 +114,7 @@ def test_what_has_not_been_tried_with_it_is_refused(options, words):
         model_type="gpt2", tokenizer_name="x", train_file=("x",), fp8_head=True, **options
     )
     with pytest.raises(ConfigError, match=words):
-        check(config)
+        check_config(config)
 
 
 @pytest.mark.parametrize(

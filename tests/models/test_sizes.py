@@ -14,7 +14,7 @@ from llm.models.options import ModelOptions
 from llm.models.patches.experts import experts_on_meta
 from llm.models.shapes import SIZES
 from llm.models.sizes import active_parameters, flops_per_token, parameter_counts
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import MIXTURES, tiny_config, tiny_model
 from tests.support.package import ROOT
@@ -160,7 +160,7 @@ def test_sizes_that_contradict_are_refused_before_anything_is_read(
     options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(GPTConfig(train_file="a.txt", tokenizer_name="gpt2", **options))
+        check_config(GPTConfig(train_file="a.txt", tokenizer_name="gpt2", **options))
     assert says in str(refused.value)
 
 

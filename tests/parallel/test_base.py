@@ -222,7 +222,7 @@ def test_fp16_scales_the_loss_on_a_cpu_too_and_backs_off_after_an_overflow():
 
 def votes():
     strategy = make_data_parallel()
-    asked = [strategy.any_rank([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
+    asked = [strategy.reduce_flags([strategy.rank == 1 and turn == 1, False]) for turn in range(4)]
     return asked
 
 

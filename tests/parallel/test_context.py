@@ -66,7 +66,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int):
         norm, skipped = strategy.optimizer_step(0.5)
         seen.append([strategy.reduce_sum(loss.clone()).item(), norm.item(), skipped.item()])
     sums = strategy.reduce_sum(torch.stack(strategy.evaluate(micro_batch)))
-    return seen, sums, predictions, strategy.full_state_dict()
+    return seen, sums, predictions, strategy.gather_full_state_dict()
 
 
 def train_all(sizes: dict[str, int], accumulation: int, masked: bool = True):

@@ -95,7 +95,7 @@ def train(shard: int, micro_batches: int, **options):
     gathers = [(dtype, size) for name, dtype, size in messages.sent if name == "gather"]
     graphs = torch._dynamo.utils.counters
     traced = graphs["stats"]["unique_graphs"], dict(graphs["graph_break"])
-    return torch.tensor(seen), gathers, strategy.full_state_dict(), traced
+    return torch.tensor(seen), gathers, strategy.gather_full_state_dict(), traced
 
 
 @functools.cache
@@ -181,7 +181,9 @@ def resume(folder) -> list[list[float]]:
 
 
 def rest_of_training(strategy):
-    return [train_step(strategy, step, 1) for step in range(2, STEPS)], strategy.full_state_dict()
+    return [
+        train_step(strategy, step, 1) for step in range(2, STEPS)
+    ], strategy.gather_full_state_dict()
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path):

@@ -52,7 +52,7 @@ def train(family: str, sizes: dict[str, int], accumulation: int, unsharded: bool
     held = sum(
         p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()
     )
-    weights = strategy.full_state_dict()
+    weights = strategy.gather_full_state_dict()
     strategy.close()
     return seen, weights, held
 
@@ -94,7 +94,7 @@ def train_padding(sizes: dict[str, int]) -> torch.Tensor:
     share = tokens.chunk(strategy.data_ranks)[strategy.data_rank]
     strategy.forward_backward([MicroBatch(share, share)], num_tokens=tokens.numel())
     strategy.optimizer_step(0.5)
-    weights = strategy.full_state_dict()
+    weights = strategy.gather_full_state_dict()
     strategy.close()
     return weights["model.embed_tokens.weight"][7] if weights else torch.empty(0)
 

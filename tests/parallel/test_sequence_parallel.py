@@ -42,7 +42,7 @@ def train(
         mixed_precision=precision,
         sequence_parallel="tensor" in sizes,
     )
-    return take_steps(strategy, accumulation), strategy.full_state_dict()
+    return take_steps(strategy, accumulation), strategy.gather_full_state_dict()
 
 
 def train_each(cases):

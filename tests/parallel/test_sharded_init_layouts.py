@@ -48,7 +48,7 @@ def differences(layouts: list[dict[str, int]]) -> list[str]:
             expected = tiny_model(config, **options).state_dict()
             for sizes in layouts:
                 strategy = start(config, sizes, **options)
-                whole = strategy.full_state_dict()
+                whole = strategy.gather_full_state_dict()
                 if strategy.rank > 0:
                     continue
                 if whole.keys() != expected.keys():

@@ -27,7 +27,7 @@ def train(
     batches, _ = share(STEPS, strategy, accumulation)
     pairs = [map(strategy.gather, strategy.predict(batch)) for batch in batches]
     predicted = [torch.cat(values) for values in zip(*pairs, strict=True)]
-    return seen, predicted, strategy.full_state_dict()
+    return seen, predicted, strategy.gather_full_state_dict()
 
 
 def train_each(cases):
@@ -88,7 +88,7 @@ def train_with_z_loss(sizes: dict[str, int], chunked: bool):
         sums = strategy.forward_backward(batches, num_tokens=num_tokens)
         norm, _ = strategy.optimizer_step(0.5)
         seen.append([*strategy.reduce_sum(sums).tolist(), norm.item()])
-    return torch.tensor(seen), strategy.full_state_dict()
+    return torch.tensor(seen), strategy.gather_full_state_dict()
 
 
 @pytest.mark.extended

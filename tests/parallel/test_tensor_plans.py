@@ -5,7 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.parallel.tensor_plans import check_tensor_parallel, planned_model_types, tensor_plan
+from llm.parallel.tensor_plans import (
+    check_tensor_parallel,
+    list_planned_model_types,
+    make_tensor_plan,
+)
 from tests.support.models import tiny_config
 
 
@@ -22,12 +26,12 @@ def empty_model(config):
 
 def test_the_common_families_have_a_plan():
     known = {"gpt2", "gpt_neo", "opt", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma"}
-    assert known < set(planned_model_types())
+    assert known < set(list_planned_model_types())
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "mixtral"])
 def test_a_family_without_an_exact_plan_is_refused_with_alternatives(family):
-    assert family not in planned_model_types()
+    assert family not in list_planned_model_types()
     said = refusal(family, 2)
     assert f"a plan of how to divide {family}" in said
     assert "--data_parallel_shard_size 2" in said
@@ -45,12 +49,12 @@ def test_heads_must_be_divisible_by_the_tensor_parallel_size():
 
 
 def test_a_plan_names_the_modules_of_each_layer():
-    plan = tensor_plan(empty_model(tiny_config("gpt2")))
+    plan = make_tensor_plan(empty_model(tiny_config("gpt2")))
     assert plan.styles["transformer.h.1.attn.c_attn"] == "conv1d_heads"
     assert plan.styles["transformer.wte"] == "embedding_rowwise"
     assert len(plan.styles) == 2 * 4 + 2
     assert plan.per_rank == {f"transformer.h.{n}.attn": "split_size" for n in range(2)}
-    plan = tensor_plan(empty_model(tiny_config("qwen3")))
+    plan = make_tensor_plan(empty_model(tiny_config("qwen3")))
     assert plan.styles["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
 
 
@@ -59,4 +63,4 @@ def test_a_plan_that_forgets_a_weight_beside_split_columns_is_refused():
     model = empty_model(tiny_config("llama"))
     model.model.layers[0].mlp.act_fn = torch.nn.PReLU(device="meta")
     with pytest.raises(ConfigError, match=r"around model\.layers\.0\.mlp\.act_fn\.weight, but not"):
-        tensor_plan(model)
+        make_tensor_plan(model)

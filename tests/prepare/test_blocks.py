@@ -12,11 +12,11 @@ TEXT = b"one\n\ntwo\r\n" + "thr\u00e9e\n".encode() * 5 + b"last, without a line 
 
 
 def unpacked(path):
-    return b"".join(FileChunk(path=path).blocks())
+    return b"".join(FileChunk(path=path).read_blocks())
 
 
 def lines_of(path, *, start=0, stop=None):
-    return b"".join(FileChunk(path=path, start=start, stop=stop).line_blocks())
+    return b"".join(FileChunk(path=path, start=start, stop=stop).read_line_blocks())
 
 
 def zstd_frame(content, *, window_log):
@@ -126,7 +126,7 @@ def test_bytes_read_are_counted_before_decompression(tmp_path):
     chunk = FileChunk(path=write(tmp_path / "a.gz", packed))
     assert chunk.consumed == 0
 
-    assert len(b"".join(chunk.blocks())) == len(TEXT) * 1000
+    assert len(b"".join(chunk.read_blocks())) == len(TEXT) * 1000
 
     assert chunk.consumed == len(packed)
 

@@ -9,14 +9,14 @@ import pytest
 from llm.errors import DataError
 from llm.prepare.text import blocks, readers
 from llm.prepare.text.blocks import BadRecordPolicy, check_size
-from llm.prepare.text.sources import file_source
+from llm.prepare.text.sources import make_file_source
 from tests.support.texts import PACK, texts_of, write
 
 LARGE = "x" * 101
 
 
 def read(path, *, on_error="stop", **options):
-    source = file_source(path, **{"text_column": None, **options})
+    source = make_file_source(path, **{"text_column": None, **options})
     return texts_of(source, BadRecordPolicy(on_error))
 
 

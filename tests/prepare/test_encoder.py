@@ -19,7 +19,7 @@ from llm.prepare.encoder import (
     WrongIdsError,
     make_encoder,
 )
-from llm.prepare.text_tokenizer import TextTokenizer, from_transformers
+from llm.prepare.text_tokenizer import TextTokenizer, wrap_transformers_tokenizer
 from tests.support.tokenizers import tiny_tokenizer
 
 FORK = multiprocessing.get_context("fork")
@@ -33,11 +33,11 @@ TEXTS = [
 
 
 def tiny() -> TextTokenizer:
-    return from_transformers(tiny_tokenizer(), "tiny")
+    return wrap_transformers_tokenizer(tiny_tokenizer(), "tiny")
 
 
 def make(tokenizer=None, **changes):
-    how = {name: changes.pop(name) for name in ("threads", "allow_fast") if name in changes}
+    how = {name: changes.pop(name) for name in ("num_threads", "allow_fast") if name in changes}
     settings = {"dtype": np.dtype("<u2"), "end_token": 0, **changes}
     return make_encoder(Encoding(tokenizer=tokenizer or tiny(), **settings), **how)
 
@@ -59,7 +59,7 @@ def check(found, lists):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("end", [(0,), ()])
 def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads, end):
-    made = make(allow_fast=fast, threads=threads, end_token=end[0] if end else None)
+    made = make(allow_fast=fast, num_threads=threads, end_token=end[0] if end else None)
 
     assert isinstance(made, FastEncoder if fast else ReferenceEncoder)
     for texts in ([], [""], TEXTS[:1], TEXTS, [*TEXTS, *["the fox"] * 1000]):
@@ -71,19 +71,21 @@ def test_ids_are_those_of_the_tokenizers_library_plus_an_end_token(fast, threads
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("end", [(0,), ()])
 def test_a_begin_token_precedes_each_text(fast, threads, end):
-    made = make(allow_fast=fast, threads=threads, begin_token=7, end_token=end[0] if end else None)
+    made = make(
+        allow_fast=fast, num_threads=threads, begin_token=7, end_token=end[0] if end else None
+    )
 
     for texts in ([], [""], TEXTS[:1], TEXTS, [*TEXTS, *["the fox"] * 1000]):
         lists = [[7, *ids] if ids else [] for ids in expected(texts, end=end)]
         check(made.encode(texts), lists)
-    check(made.encode(TEXTS, ends=False), expected(TEXTS, end=()))
+    check(made.encode(TEXTS, adds_boundaries=False), expected(TEXTS, end=()))
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_forked_process_encodes_after_its_parent_used_threads(fast):
     """Those of the first do not survive the fork; to wait for them is to wait for ever."""
     texts = TEXTS * (3000 if fast else 300)  # of less, the fast library makes one thread's work
-    made = make(allow_fast=fast, threads=2)
+    made = make(allow_fast=fast, num_threads=2)
     first = made.encode(texts)[0]
 
     def encode_again():
@@ -118,7 +120,9 @@ def special(kind, allow):
     else:
         tokenizer = tiny_tokenizer()
         settings = {"allow_fast": kind == "fast"}
-    made = make(from_transformers(tokenizer, kind), allow_special_tokens=allow, **settings)
+    made = make(
+        wrap_transformers_tokenizer(tokenizer, kind), allow_special_tokens=allow, **settings
+    )
     return tokenizer, made
 
 

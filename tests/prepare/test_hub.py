@@ -6,14 +6,14 @@ import pytest
 
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.hub import dataset_sources
-from llm.prepare.text.sources import check_unchanged
+from llm.prepare.text.hub import make_dataset_sources
+from llm.prepare.text.sources import check_sources_unchanged
 from tests.support.texts import texts_of, write
 
 
 def splits(name, config=None, **changes):
     settings = {"text_column": None, "trust_remote_code": False}
-    return dataset_sources(str(name), config, **{**settings, **changes})
+    return make_dataset_sources(str(name), config, **{**settings, **changes})
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ def test_the_identity_of_a_data_set_needs_no_library(saved, monkeypatch):
 def test_the_identity_of_a_data_set_includes_the_times_of_its_files(saved):
     found = splits(saved)["train"]
     before = found.identity()
-    check_unchanged([found])
+    check_sources_unchanged([found])
 
     os.utime(saved / "dataset_dict.json", ns=(0, 0))
 
@@ -186,7 +186,7 @@ def test_the_identity_of_a_data_set_includes_the_times_of_its_files(saved):
     with pytest.raises(
         DataError, match=r"dataset_dict\.json has changed while the text was prepared"
     ):
-        check_unchanged([found])
+        check_sources_unchanged([found])
 
 
 def test_a_broken_link_in_a_saved_data_set_is_refused(saved):

@@ -6,12 +6,12 @@ import pytest
 from llm.errors import DataError
 from llm.prepare.text import blocks
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.sources import file_source
+from llm.prepare.text.sources import make_file_source
 from tests.support.texts import texts_of, write
 
 
 def source(path, **options):
-    return file_source(path, **{"text_column": None, **options})
+    return make_file_source(path, **{"text_column": None, **options})
 
 
 def texts_in_parts(path, num_bytes, faults=None, **options):
@@ -159,8 +159,10 @@ def test_a_file_with_many_odd_lines_is_read_once(tmp_path, monkeypatch, column):
         tmp_path / "a.jsonl", '{"text": null}\n{"text": "b", "score": NaN}\nbroken\n' * 100
     )
     opened = []
-    read = blocks.FileChunk.blocks
-    monkeypatch.setattr(blocks.FileChunk, "blocks", lambda self: opened.append(1) or read(self))
+    read = blocks.FileChunk.read_blocks
+    monkeypatch.setattr(
+        blocks.FileChunk, "read_blocks", lambda self: opened.append(1) or read(self)
+    )
     last = source(path, text_column=column).split(2000)[-1]
     faults = BadRecordPolicy("skip")
 

@@ -51,7 +51,7 @@ def test_a_document_of_several_texts_ends_with_its_shard(tmp_path):
     assert file.lengths.tolist() == [1, 2, 2, 2, 1, 2]
     assert file.documents.tolist() == [0, 2, 3, 4, 6]
     assert documents_of(tmp_path / "out")[0] == [*ids("ab"), 0]
-    assert file.index_faults(sample=False) == []
+    assert file.find_index_faults(sample=False) == []
 
 
 def test_assembly_in_small_blocks_gives_the_same_files(tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_assembly_in_small_blocks_gives_the_same_files(tmp_path, monkeypatch):
     join_shards(stems, tmp_path / "out", dtype=np.dtype("<u2"))
 
     assert documents_of(tmp_path / "out") == [[*ids(text), 0] for text in texts if text]
-    assert TokenFile(tmp_path / "out").index_faults(sample=False) == []
+    assert TokenFile(tmp_path / "out").find_index_faults(sample=False) == []
 
 
 @pytest.mark.parametrize("works", [0, 1, 3])
@@ -96,7 +96,7 @@ def shuffled(folder, texts, *, seed, part_sizes):
     stems = make_shards(folder, sources)
     join_shuffled(stems, folder / "out", dtype=np.dtype("<u2"), seed=seed)
     assert not list(folder.glob("*.joined"))
-    assert TokenFile(folder / "out").index_faults(sample=False) == []
+    assert TokenFile(folder / "out").find_index_faults(sample=False) == []
     return documents_of(folder / "out")
 
 

@@ -10,8 +10,8 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
 from llm.errors import ConfigError, DataError
 from llm.prepare.output_files import Output
-from llm.prepare.text.sources import file_source
-from llm.prepare.verification import checksums, verify
+from llm.prepare.text.sources import make_file_source
+from llm.prepare.verification import compute_checksums, verify
 from tests.support.texts import (
     THREE,
     FailingSource,
@@ -49,7 +49,7 @@ def test_preparation_leaves_three_files_and_records_the_text_statistics(tmp_path
     assert (sidecar.tokenizer, sidecar.tokenizer_fingerprint) == ("bytes", "bytes")
     assert (sidecar.vocab_size, sidecar.eos_token_id, sidecar.append_eos) == (257, 0, True)
     assert sidecar.sources == ["a", "b"]
-    assert sidecar.checksums["bin"] == checksums(prefix.parent / "wiki.bin")
+    assert sidecar.checksums["bin"] == compute_checksums(prefix.parent / "wiki.bin")
     assert verify(prefix) == []
     assert caplog.messages[-2].startswith(
         "3 documents, 9 tokens, 6 bytes of text (0.667 per token); 2 empty and 0 skipped "
@@ -202,12 +202,12 @@ def test_a_file_that_changes_while_it_is_read_gives_no_result(tmp_path, workers)
             yield from super().batches(faults)
             write(path, "newer")
 
-    sources = [file_source(path, text_column=None), ChangingSource(["b"])]
+    sources = [make_file_source(path, text_column=None), ChangingSource(["b"])]
     with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared, and no"):
         prepare(tmp_path / "wiki", sources, workers=workers)
     assert names(tmp_path) == ["a.txt"]
 
-    prepare(tmp_path / "wiki", [file_source(path, text_column=None), ListSource(["b"])])
+    prepare(tmp_path / "wiki", [make_file_source(path, text_column=None), ListSource(["b"])])
     assert tokens(tmp_path / "wiki") == [*ids("newer"), 0, *ids("b"), 0]
 
 

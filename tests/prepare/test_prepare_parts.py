@@ -48,7 +48,7 @@ def test_parts_are_the_same_for_any_number_of_ranks(tmp_path, ranks):
     whole = TokenFile(tmp_path / "whole" / "wiki")
     parts = open_token_file(tmp_path / "ranks" / "wiki")
     assert np.asarray(parts.tokens).tolist() == whole.tokens.tolist()
-    assert parts.document_starts(0, 6).tolist() == whole.document_starts(0, 6).tolist()
+    assert parts.find_document_starts(0, 6).tolist() == whole.find_document_starts(0, 6).tolist()
     one, three = (read_sidecar(tmp_path / name / "wiki") for name in ("whole", "ranks"))
     assert three.part_tokens == [5, 4, 2]
     for name in ("documents", "tokens", "text_bytes", "largest_token", "empty_documents", "plan"):

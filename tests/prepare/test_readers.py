@@ -9,16 +9,16 @@ import pytest
 from llm.errors import DataError
 from llm.prepare.text import blocks
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.sources import file_source
+from llm.prepare.text.sources import make_file_source
 from tests.support.texts import texts_of, write
 
 
 def texts(path, *, faults=None, **options):
-    return texts_of(file_source(path, **{"text_column": None, **options}), faults)
+    return texts_of(make_file_source(path, **{"text_column": None, **options}), faults)
 
 
 def texts_in_parts(path, num_bytes, *, faults=None, **options):
-    parts = file_source(path, **{"text_column": None, **options}).split(num_bytes)
+    parts = make_file_source(path, **{"text_column": None, **options}).split(num_bytes)
     return [text for part in parts for text in texts_of(part, faults)]
 
 
@@ -130,7 +130,7 @@ def test_records_are_streamed(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", '{"text": "one"}\n' * 3 + "broken, in the next block\n")
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 20)
 
-    stream = file_source(path, text_column=None).batches()
+    stream = make_file_source(path, text_column=None).batches()
 
     assert [next(stream) for _ in range(3)] == [["one"]] * 3
     with pytest.raises(DataError, match="line 4"):
@@ -143,8 +143,8 @@ def test_a_document_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path):
     assert texts(path, text_unit="line") == ["one", "two", "", "", "", "three", "", "four"]
     assert texts(path, text_unit="paragraph") == ["one\ntwo", "three", "four"]
     assert "".join(texts(path, text_unit="file")) == path.read_bytes().decode()
-    assert file_source(path, text_column=None, text_unit="file").one_document
-    assert not file_source(path, text_column=None, text_unit="paragraph").one_document
+    assert make_file_source(path, text_column=None, text_unit="file").one_document
+    assert not make_file_source(path, text_column=None, text_unit="paragraph").one_document
 
 
 def test_a_paragraph_may_be_longer_than_a_block(tmp_path, monkeypatch):
@@ -219,13 +219,13 @@ def test_the_chunks_of_a_parquet_file_are_its_row_groups(tmp_path, caplog):
 
     for num_bytes in (1, 100, 200, 10**9):
         assert texts_in_parts(tmp_path / "a.parquet", num_bytes) == rows
-    assert len(file_source(tmp_path / "a.parquet", text_column=None).split(1)) == 4
+    assert len(make_file_source(tmp_path / "a.parquet", text_column=None).split(1)) == 4
     assert caplog.text.count("taking 'body', the only column with text") == 4  # once each time
 
 
 def test_an_error_in_a_later_chunk_names_the_row_of_the_file(tmp_path):
     pq.write_table(pa.table({"text": [b"x"] * 9}), tmp_path / "a.parquet", row_group_size=4)
-    last = file_source(tmp_path / "a.parquet", text_column=None).split(1)[-1]
+    last = make_file_source(tmp_path / "a.parquet", text_column=None).split(1)[-1]
 
     with pytest.raises(DataError, match=r"a\.parquet, row 9: the text is a value of type bytes"):
         texts_of(last)
@@ -267,7 +267,7 @@ def test_a_record_skipped_in_a_later_chunk_is_shown_without_rereading(
     tmp_path, monkeypatch, caplog
 ):
     path = write(tmp_path / "a.txt", b"one\ntwo\n\xff\nfour\n")
-    last = file_source(path, text_column=None, text_unit="line").split(6)[1]
+    last = make_file_source(path, text_column=None, text_unit="line").split(6)[1]
 
     texts_of(last, BadRecordPolicy("skip"))
 
@@ -278,7 +278,7 @@ def test_texts_come_in_batches_of_a_bounded_size(tmp_path):
     with open(tmp_path / "a.csv", "w") as file:
         csv.writer(file).writerows([["text"], *[["x" * 999]] * 10_000, *[["y"]] * 40_000])
 
-    batches = list(file_source(tmp_path / "a.csv", text_column=None).batches())
+    batches = list(make_file_source(tmp_path / "a.csv", text_column=None).batches())
 
     assert sum(map(len, batches)) == 50_000
     assert max(map(len, batches)) == 1 << 14

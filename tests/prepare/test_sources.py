@@ -7,16 +7,16 @@ import pytest
 
 from llm.data.text_identity import sample_digest
 from llm.errors import DataError
-from llm.prepare.text.sources import check_unchanged, file_source, text_sources
+from llm.prepare.text.sources import check_sources_unchanged, find_text_sources, make_file_source
 from tests.support.texts import PACK, ListSource, prepare, texts_of, write
 
 
 def source(path, **options):
-    return file_source(path, **{"text_column": None, **options})
+    return make_file_source(path, **{"text_column": None, **options})
 
 
 def found(*inputs, text_unit="line"):
-    return text_sources([str(name) for name in inputs], text_column=None, text_unit=text_unit)
+    return find_text_sources([str(name) for name in inputs], text_column=None, text_unit=text_unit)
 
 
 def names(*inputs):
@@ -205,10 +205,10 @@ def test_a_file_that_changes_later_is_detected_by_its_size_or_time(tmp_path):
     ):
         parts = source(path).split(50)
         before = parts[-1].identity()
-        check_unchanged(parts)
+        check_sources_unchanged(parts)
         change()
         with pytest.raises(DataError, match=r"a\.jsonl has changed while the text was prepared"):
-            check_unchanged(parts)
+            check_sources_unchanged(parts)
         assert parts[-1].identity() == before  # a plan of what was found, not of what it is now
 
 

@@ -15,7 +15,11 @@ from transformers import (
 )
 
 from llm.errors import ConfigError
-from llm.prepare.text_tokenizer import TextTokenizer, from_transformers, load_text_tokenizer
+from llm.prepare.text_tokenizer import (
+    TextTokenizer,
+    load_text_tokenizer,
+    wrap_transformers_tokenizer,
+)
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.tokenizers import tiny_tokenizer
@@ -29,7 +33,7 @@ def load(**options: Any) -> TextTokenizer:
 
 def load_by_transformers(**options: Any) -> TextTokenizer:
     tokenizer = load_tokenizer(TokenizerOptions(**options))
-    return from_transformers(tokenizer, str(options.get("tokenizer_name")))
+    return wrap_transformers_tokenizer(tokenizer, str(options.get("tokenizer_name")))
 
 
 def ids(tokenizer: TextTokenizer, text: str = TEXT) -> list[int]:
@@ -301,7 +305,7 @@ def changed(change: Callable[[Tokenizer], None], eos: str = "<|endoftext|>") -> 
     backend = Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
     change(backend)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-    return from_transformers(tokenizer, "changed").fingerprint
+    return wrap_transformers_tokenizer(tokenizer, "changed").fingerprint
 
 
 def without_its_last_merge(backend: Tokenizer) -> None:

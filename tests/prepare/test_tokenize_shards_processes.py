@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.data.workers import bounded_workers
+from llm.data.workers import limit_workers
 from llm.errors import DataError
 from llm.prepare import tokenize_shards
 from llm.prepare.tokenize_shards import run_in_processes
@@ -21,7 +21,7 @@ def test_there_are_no_more_workers_than_cores(monkeypatch, caplog, wanted, given
     caplog.set_level(logging.INFO, "llm.data")
     monkeypatch.setattr("llm.data.workers.num_cores", lambda: 4)
 
-    assert bounded_workers(wanted) == given
+    assert limit_workers(wanted) == given
     cut = ["taking 4 workers, not 100,000,000,000,000,000,000: there are 4 cores"]
     assert caplog.messages == (cut if wanted == 10**20 else [])
 
@@ -33,13 +33,13 @@ def test_the_number_of_cores_respects_the_cpu_affinity():
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        assert bounded_workers(100_000) == 1
+        assert limit_workers(100_000) == 1
     finally:
         os.sched_setaffinity(0, cores)
 
 
 def run(tasks, work, processes, report=lambda: None):
-    run_in_processes(work, tasks, processes=processes, on_progress=report)
+    run_in_processes(work, tasks, num_processes=processes, on_progress=report)
 
 
 def leave_pid(folder):

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llm.data.workers import num_cores
-from llm.prepare.text.sources import text_sources
+from llm.prepare.text.sources import find_text_sources
 from llm.prepare.text.training_texts import TrainingTexts
 from llm.prepare.text_tokenizer import TextTokenizer, load_text_tokenizer
 from llm.prepare.train_tokenizer import main
@@ -181,7 +181,7 @@ def test_the_option_chooses_the_normalization(corpus, tmp_path):
 
 def test_a_sample_is_drawn_evenly_and_by_the_seed(corpus):
     def draw(seed: int) -> list[str]:
-        sources = text_sources([str(corpus)], text_column=None)
+        sources = find_text_sources([str(corpus)], text_column=None)
         return list(TrainingTexts(sources, lines=False, max_sentences=40, seed=seed))
 
     first, second = draw(1), draw(2)
@@ -198,7 +198,7 @@ def test_lines_are_cut_to_the_length_limit_of_sentencepiece(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         json.dumps({"text": f"first\r\n\n{words}"}) + "\n" + json.dumps({"text": "x" * 2500})
     )
-    sources = text_sources([str(tmp_path)], text_column=None)
+    sources = find_text_sources([str(tmp_path)], text_column=None)
     lines = list(TrainingTexts(sources, lines=True, max_sentences=None, seed=0))
 
     assert lines[0] == "first"
@@ -212,7 +212,7 @@ def test_lines_are_cut_to_the_length_limit_of_sentencepiece(tmp_path):
 def test_words_of_more_letters_than_a_trainer_can_take_are_cut(tmp_path):
     texts = ["the fox\n" * 900, "x" * 900, "a picture: " + "A" * 5000 + " ends", " " * 3000 + "\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    sources = text_sources([str(tmp_path)], text_column=None)
+    sources = find_text_sources([str(tmp_path)], text_column=None)
     pieces = list(TrainingTexts(sources, lines=False, max_sentences=None, seed=0))
 
     assert pieces[:2] == texts[:2]

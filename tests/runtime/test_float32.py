@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
+from llm.extensions.matrix_optim.eigenbases import (
+    compute_eigenbasis,
+    power_iteration,
+    rotate,
+    rotate_back,
+)
 from llm.models.attention import check_documents_apart
 from llm.parallel.context import check_context_parallel
 from llm.parallel.pipeline.stage import check_cut
@@ -43,8 +48,8 @@ def _tf32():
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda: eigenbasis(SQUARE),
-        lambda: eigenbasis(SQUARE * torch.nan, torch.eye(4)),
+        lambda: compute_eigenbasis(SQUARE),
+        lambda: compute_eigenbasis(SQUARE * torch.nan, torch.eye(4)),
         lambda: power_iteration(SQUARE, torch.eye(4)),
         lambda: rotate(SQUARE, [torch.eye(4)], [torch.eye(2), torch.eye(2)]),
         lambda: check_documents_apart(

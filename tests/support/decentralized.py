@@ -117,7 +117,7 @@ def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrat
     each = case.ranks_per_node if case.nodes else 1
     rounds = make_rounds(
         case.topology,
-        ranks=accelerator.num_processes // each,
+        num_ranks=accelerator.num_processes // each,
         ranks_per_node=1 if case.nodes else case.ranks_per_node,
     )
     averaging: Gossip | DiLoCo = Gossip(rounds=rounds, overlap=case.overlap)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llm.trainers.gpt.step_samples import StepSamples, passages
+from llm.trainers.gpt.step_samples import StepSamples, split_into_passages
 
 
 def train_and_note(argv: list[str]) -> tuple[int, dict[int, list[list[int]]]]:
@@ -32,7 +32,9 @@ def tokens_of(found: StepSamples) -> list[list[int]]:
         np.concatenate(
             [
                 passage.tokens
-                for passage in passages(found.corpus[source].stream, start, found.num_tokens)
+                for passage in split_into_passages(
+                    found.corpus[source].stream, start, found.num_tokens
+                )
             ]
         ).tolist()
         for source, start in rows

@@ -35,7 +35,7 @@ from llm.metrics.rank_times import ComputeClock
 from llm.models.configuration import load_config
 from llm.parallel import base, context
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.runtime.world import World
 from llm.trainers.gpt import build_run
 from llm.trainers.gpt.extensions import GPTConfig
@@ -189,7 +189,7 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
         document_boundaries=None,
         corpus=Corpus(train=(), validation=()),
         loss_chunks=choose_loss_chunks(config, None, device),
-        dims=parallel_dims(config, case.world_size),
+        dims=make_parallel_dims(config, case.world_size),
         extensions=make_extensions(config),
         layout=choose_layout(
             config,
@@ -201,13 +201,13 @@ def _prepare(case: Case, config: GPTConfig, device: torch.device) -> Accelerated
     )
     model = build_run.make_model(run)
     made_up_device.cast_as_on_cuda()
-    order_buckets = base.order_buckets
+    order_gradient_buckets = base.order_gradient_buckets
 
     def answer_and_order(loss: torch.nn.Module, device: torch.device) -> None:
         made_up_device.answer_all_reduces(loss)
-        order_buckets(loss, device)
+        order_gradient_buckets(loss, device)
 
-    base.order_buckets = answer_and_order
+    base.order_gradient_buckets = answer_and_order
     strategy, _ = build_run.make_strategy(run, model)
     if case.world_size > 1 and not strategy.communicates_in_forward:
         strategy.compute_clock = ComputeClock(device)
@@ -241,7 +241,7 @@ def _train(
         saver.before_update()
         norm, skipped = strategy.optimizer_step(config.max_grad_norm)
         meter.add(step, loss_sum, num_tokens, grad_norm=norm, skipped=skipped)
-        strategy.any_rank([False, False])
+        strategy.reduce_flags([False, False])
         return gradient
 
     for step in range(2):

@@ -79,4 +79,4 @@ def train(
 
 def whole_weights(strategy: AcceleratedStrategy) -> dict[str, torch.Tensor]:
     """The weights on rank 0, by name."""
-    return {name: t.clone() for name, t in strategy.full_state_dict().items()}
+    return {name: t.clone() for name, t in strategy.gather_full_state_dict().items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.runtime.files import json_safe
 from llm.runtime.world import World
 from llm.tools.evidence import checks, rank_programs
@@ -22,7 +22,7 @@ from llm.tools.evidence.layout_cases import expert_parallel_ranks, layout_cases
 from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.rank_programs import Outcome, RankPrograms, describe_failure
 from llm.tools.evidence.trainings import CheckFailed, compare_steps, compare_weights
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.forked_programs import ForkedProgram
 from tests.support.ranks import run_ranks, values
@@ -118,9 +118,9 @@ def test_the_trainer_accepts_every_layout(ranks):
             model_type="gpt2", data_path=("tokens.bin",), tokenizer_name="gpt2",
             **case.sizes, **flags,
         )  # fmt: skip
-        check(config)
-        assert parallel_dims(config, ranks).world_size == ranks
-        assert (case.name == "DDP") == parallel_dims(config, ranks).is_replicated
+        check_config(config)
+        assert make_parallel_dims(config, ranks).world_size == ranks
+        assert (case.name == "DDP") == make_parallel_dims(config, ranks).is_replicated
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from llm.data.formats.sidecar import Sidecar, write_sidecar
-from llm.prepare.verification import checksums
+from llm.prepare.verification import compute_checksums
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tools.inspect import main
 from tests.support.token_files import write_flat, write_pair
@@ -30,7 +30,7 @@ def described(prefix, *, tokenizer, tokenizer_fingerprint):
             largest_token=299,
             sources=["a.jsonl", "b.jsonl"],
             plan="0",
-            checksums={kind: checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
+            checksums={kind: compute_checksums(prefix.with_suffix(f".{kind}")) for kind in kinds},
         ),
     )
     return prefix

@@ -34,7 +34,7 @@ def context_of(
         loss_scale=lambda: torch.tensor(4.0),
         reduce_sum=lambda sums: sums + torch.tensor(sums_of_other_ranks, dtype=sums.dtype),
     )
-    run = SimpleNamespace(dims=dims, config=SimpleNamespace(several_models=None))
+    run = SimpleNamespace(dims=dims, config=SimpleNamespace(replica_option=None))
     return SimpleNamespace(run=run, strategy=strategy)
 
 

@@ -20,7 +20,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_factory, make_extensions
-from llm.trainers.gpt.trial_step import trial_step
+from llm.trainers.gpt.trial_step import run_trial_step
 from tests.support.faults import Fault
 from tests.support.layouts import make_strategy, share
 from tests.support.models import tiny_config, tiny_model
@@ -129,7 +129,7 @@ def test_the_average_of_the_weights_is_counted_before_it_exists(bench):
 
 
 def test_a_first_trial_without_memory_is_one_sentence(bench):
-    faults = [Fault(at=f"{SEARCH}:trial_step", what="out of memory", rank=1)]
+    faults = [Fault(at=f"{SEARCH}:run_trial_step", what="out of memory", rank=1)]
     run = bench.train("full", **AUTO, faults=faults)
     assert run.codes == [76, 2]
     assert "Traceback" not in run.output
@@ -180,7 +180,7 @@ def changes_of_a_trial(options: GPTConfig, precision: str) -> list[bool]:
         return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     changes, before = [], tensors()
-    trial_step(strategy, batches, num_tokens=num_tokens)
+    run_trial_step(strategy, batches, num_tokens=num_tokens)
     changes.append(not all(torch.equal(*pair) for pair in zip(before, tensors(), strict=True)))
     assert all(parameter.grad is None for parameter in model.parameters())
     strategy.forward_backward(batches, num_tokens=num_tokens)

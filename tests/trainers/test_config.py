@@ -13,7 +13,7 @@ from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import kfac_method
 from llm.trainers.gpt import run_defaults
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.package import MODULES, PACKAGE, name_of
@@ -31,7 +31,7 @@ GUIDE = """--low_cpu_mem_usage
 
 def complaints(config: GPTConfig) -> str:
     try:
-        check(config)
+        check_config(config)
     except ConfigError as error:
         return str(error)
     return ""
@@ -93,7 +93,7 @@ ANCESTOR_DEFAULTS = {
 
 @pytest.mark.parametrize(("name", "default"), ANCESTOR_DEFAULTS.items())
 def test_every_flag_of_the_original_program_keeps_its_name_and_default(name, default):
-    on_cpu = run_defaults.choose_by_device(GPTConfig(), None, torch.device("cpu"))
+    on_cpu = run_defaults.choose_device_options(GPTConfig(), None, torch.device("cpu"))
     by_name = {name: field.name for field in fields(GPTConfig) for name in field.names}
     assert on_cpu.get(name, getattr(GPTConfig(), by_name[name])) == default
 
@@ -276,7 +276,7 @@ TOKENS = {"dataset_name": None, "data_path": ("data/text_document",)}
 def test_options_that_do_not_fit_together_are_refused(changes, words):
     base = GPTConfig(dataset_name="wikitext", model_name_or_path="gpt2")
     with pytest.raises(ConfigError) as caught:
-        check(dataclasses.replace(base, **changes))
+        check_config(dataclasses.replace(base, **changes))
     for word in words:
         assert word in str(caught.value)
 
@@ -345,7 +345,7 @@ def test_an_empty_path_is_refused_rather_than_taken_for_none(name):
 
 def test_all_errors_come_in_one_message():
     with pytest.raises(ConfigError) as caught:
-        check(GPTConfig())
+        check_config(GPTConfig())
     assert "--dataset_name" in str(caught.value)
     assert "--model_name_or_path" in str(caught.value)
     assert "--tokenizer_name" in str(caught.value)

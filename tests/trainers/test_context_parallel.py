@@ -3,7 +3,7 @@
 import pytest
 
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.training import Bench, assert_refused
 
@@ -37,4 +37,4 @@ def test_a_model_whose_attention_cannot_be_divided_is_refused(tmp_path):
 def test_options_that_exclude_context_parallelism_are_refused(other, words):
     given = {"model_name_or_path": "gpt2", "train_file": "a.txt", "context_parallel_size": 2}
     with pytest.raises(ConfigError, match=words):
-        check(GPTConfig(**given, **other))
+        check_config(GPTConfig(**given, **other))

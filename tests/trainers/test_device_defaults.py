@@ -13,9 +13,9 @@ from llm.models.loss_chunks import LossChunks
 from llm.parallel.accelerator import set_float32_precision
 from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.recorded_options import fixed_options
-from llm.trainers.gpt.run_defaults import choose_by_device, choose_loss_chunks
-from llm.trainers.gpt.training_run import checkpoint_metadata
+from llm.trainers.gpt.recorded_options import list_fixed_options
+from llm.trainers.gpt.run_defaults import choose_device_options, choose_loss_chunks
+from llm.trainers.gpt.training_run import make_checkpoint_metadata
 from tests.support.training import Bench
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -40,8 +40,8 @@ def saved(fixed: dict[str, object], logged: dict[str, object], **facts: object) 
 
 
 def test_a_gpu_gets_what_an_expert_would_set_and_a_cpu_does_not(gpu):
-    assert choose_by_device(GPTConfig(), None, CUDA) == FAST
-    assert choose_by_device(GPTConfig(), None, CPU) == PLAIN
+    assert choose_device_options(GPTConfig(), None, CUDA) == FAST
+    assert choose_device_options(GPTConfig(), None, CPU) == PLAIN
 
 
 def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
@@ -50,32 +50,32 @@ def test_what_a_gpu_lacks_is_off(gpu, monkeypatch):
     )
     monkeypatch.delenv("CC")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert choose_by_device(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
+    assert choose_device_options(GPTConfig(), None, CUDA) == PLAIN | {"tf32": True}
 
 
 def test_a_deterministic_run_is_not_compiled_on_a_gpu(gpu):
-    assert choose_by_device(GPTConfig(deterministic=True), None, CUDA) == FAST | {
+    assert choose_device_options(GPTConfig(deterministic=True), None, CUDA) == FAST | {
         "torch_compile": False
     }
     compiled = GPTConfig(deterministic=True, torch_compile=True)
-    assert choose_by_device(compiled, None, CPU)["torch_compile"]
+    assert choose_device_options(compiled, None, CPU)["torch_compile"]
     with pytest.raises(ConfigError, match="--deterministic cannot be combined"):
-        choose_by_device(compiled, None, CUDA)
+        choose_device_options(compiled, None, CUDA)
 
 
 def test_what_is_given_counts_on_every_device(gpu):
-    assert choose_by_device(GPTConfig(**PLAIN), None, CUDA) == PLAIN
-    assert choose_by_device(GPTConfig(**FAST), None, CPU) == FAST
+    assert choose_device_options(GPTConfig(**PLAIN), None, CUDA) == PLAIN
+    assert choose_device_options(GPTConfig(**FAST), None, CPU) == FAST
 
 
 def test_a_resumed_run_keeps_what_it_began_with(gpu):
     older = saved({"mixed_precision": "no", "seed": 1}, {"torch_compile": False, "tf32": False})
     newer = saved({"mixed_precision": "bf16", **ROUTER}, {"torch_compile": True, "tf32": True})
-    assert choose_by_device(GPTConfig(), older, CUDA) == PLAIN | {"router_dtype": "model"}
-    assert choose_by_device(GPTConfig(), newer, CPU) == FAST
-    assert choose_by_device(GPTConfig(torch_compile=True), older, CUDA)["torch_compile"]
+    assert choose_device_options(GPTConfig(), older, CUDA) == PLAIN | {"router_dtype": "model"}
+    assert choose_device_options(GPTConfig(), newer, CPU) == FAST
+    assert choose_device_options(GPTConfig(torch_compile=True), older, CUDA)["torch_compile"]
     # An evaluation has no run to go on with.
-    assert choose_by_device(GPTConfig(eval_only=True), older, CUDA) == FAST
+    assert choose_device_options(GPTConfig(eval_only=True), older, CUDA) == FAST
 
 
 @pytest.fixture
@@ -103,25 +103,25 @@ def test_a_resumed_run_keeps_the_chunks_of_its_loss(h200):
 
 def test_a_checkpoint_records_the_chunks_of_the_loss(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
-    assert checkpoint_metadata(bench.read())["loss_chunks"] is None
+    assert make_checkpoint_metadata(bench.read())["loss_chunks"] is None
     chunks = LossChunks(num_bytes=2**30, num_multiprocessors=132)
     monkeypatch.setattr("llm.trainers.gpt.inputs.choose_loss_chunks", lambda *_: chunks)
-    recorded = checkpoint_metadata(bench.read())["loss_chunks"]
+    recorded = make_checkpoint_metadata(bench.read())["loss_chunks"]
     assert LossChunks(**recorded) == chunks
 
 
 def test_an_older_run_keeps_the_precision_of_its_routers_unless_told():
     older = saved({"mixed_precision": "bf16"}, {"torch_compile": False, "tf32": False})
-    assert choose_by_device(GPTConfig(), older, CPU)["router_dtype"] == "model"
-    assert choose_by_device(GPTConfig(**ROUTER), older, CPU)["router_dtype"] == "fp32"
-    assert choose_by_device(GPTConfig(), None, CPU)["router_dtype"] == "fp32"
+    assert choose_device_options(GPTConfig(), older, CPU)["router_dtype"] == "model"
+    assert choose_device_options(GPTConfig(**ROUTER), older, CPU)["router_dtype"] == "fp32"
+    assert choose_device_options(GPTConfig(), None, CPU)["router_dtype"] == "fp32"
 
 
 def test_a_default_is_not_a_change_of_a_fixed_option():
     recorded = {"mixed_precision": "fp16", "seed": 3}
-    assert fixed_options(GPTConfig(), defaults=recorded)["mixed_precision"] == "fp16"
+    assert list_fixed_options(GPTConfig(), defaults=recorded)["mixed_precision"] == "fp16"
     given = GPTConfig(mixed_precision="no")
-    assert fixed_options(given, defaults=recorded)["mixed_precision"] == "no"
+    assert list_fixed_options(given, defaults=recorded)["mixed_precision"] == "no"
 
 
 def test_tf32_is_set_on_a_gpu_and_only_there(monkeypatch):

@@ -9,14 +9,14 @@ from llm.data.corpus import TokenStream
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
-from llm.trainers.gpt.step_samples import passages
+from llm.trainers.gpt.step_samples import split_into_passages
 from tests.support.token_files import random_documents, write_flat, write_pair
 
 
 def shown(stream, start, length):
     return [
         (passage.document, passage.offset, passage.length, passage.tokens.tolist())
-        for passage in passages(stream, start, length)
+        for passage in split_into_passages(stream, start, length)
     ]
 
 
@@ -46,8 +46,8 @@ def test_passages_hold_the_tokens_of_the_sample_in_their_order(tmp_path):
     write_pair(tmp_path / "text", documents)
     stream = TokenStream(TokenFile(tmp_path / "text"), start=20)
     for start in range(0, stream.num_tokens, 7):
-        found = list(passages(stream, start, 100))
-        window = stream.windows(np.array([start]), 100)[0]
+        found = list(split_into_passages(stream, start, 100))
+        window = stream.read_windows(np.array([start]), 100)[0]
         assert np.concatenate([passage.tokens for passage in found]).tolist() == window.tolist()
         for passage in found:
             stop = passage.offset + passage.tokens.size
@@ -74,7 +74,7 @@ def test_a_billion_documents_take_as_many_looks_as_a_binary_search():
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (10**11,), (0,))
     stream = SimpleNamespace(file=file, tokens=tokens, first_byte=0, num_tokens=10**11)
 
-    found = [passage[:2] for passage in passages(stream, 71_234_567_890, 1025)]
+    found = [passage[:2] for passage in split_into_passages(stream, 71_234_567_890, 1025)]
 
     assert found[0] == (712_345_678, 90)
     assert len(found) == 12
@@ -89,4 +89,4 @@ def test_an_index_that_goes_backward_is_refused_without_going_round():
     stream = SimpleNamespace(file=file, tokens=np.zeros(9), first_byte=0, num_tokens=9)
 
     with pytest.raises(DataError, match=r"text\.idx has documents out of order near number \d"):
-        list(passages(stream, 0, 9))
+        list(split_into_passages(stream, 0, 9))

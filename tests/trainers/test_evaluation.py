@@ -10,7 +10,7 @@ from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.trainers.gpt.evaluation import (
     ValidationSource,
-    divide_batches,
+    divide_eval_batches,
     evaluate_sources,
     load_metrics,
 )
@@ -97,7 +97,7 @@ def test_other_metrics_are_averaged_by_weight_too():
     ],
 )
 def test_batches_are_assigned_by_weight_with_at_least_one_per_source(max_batches, weights, batches):
-    assert divide_batches(max_batches, weights) == batches
+    assert divide_eval_batches(max_batches, weights) == batches
 
 
 def test_accuracy_is_counted_over_batches_and_reset_afterwards():

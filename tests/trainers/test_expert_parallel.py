@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from transformers import DbrxConfig, JetMoeConfig
 
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.models import tiny_config
 from tests.support.recovery import check_resume
@@ -172,4 +172,4 @@ def test_a_number_of_ranks_that_cannot_divide_experts_is_refused(bench):
 def test_options_that_exclude_divided_experts_are_refused_by_name(options, words):
     base = {"model_name_or_path": "qwen3_moe", "train_file": "a.txt"}
     with pytest.raises(ConfigError, match=words):
-        check(GPTConfig(**{**base, **EXPERTS, **options}))
+        check_config(GPTConfig(**{**base, **EXPERTS, **options}))

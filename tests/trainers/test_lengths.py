@@ -8,7 +8,7 @@ import pytest
 from llm.checkpoint.format import Checkpoint
 from llm.errors import CheckpointError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.training_run import inherited_global_batch
+from llm.trainers.gpt.training_run import read_inherited_global_batch
 from tests.support.faults import Fault
 from tests.support.recovery import check_same, kill_and_go_on, weights_hash, without_times
 from tests.support.training import NO_DROPOUT, Bench, Run
@@ -207,8 +207,8 @@ def test_a_refused_batch_is_shown_as_it_was_written(branches):
         config = GPTConfig(global_batch_size=batch)
         return SimpleNamespace(config=config, start=start, branch_from=branch_from, block_size=32)
 
-    assert inherited_global_batch(run_with("4@0,8@2K")) == "4@0,8@2048"
+    assert read_inherited_global_batch(run_with("4@0,8@2K")) == "4@0,8@2048"
     with pytest.raises(CheckpointError) as caught:
-        inherited_global_batch(run_with("4@0,8@4K"))
+        read_inherited_global_batch(run_with("4@0,8@4K"))
     assert "global_batch_size was '4@0,8@2K' and is '4@0,8@4K'." in str(caught.value)
     assert f"A branch of {path}" in str(caught.value) or not branches

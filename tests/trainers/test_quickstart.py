@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from llm.config.toml import read_toml
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_the_model_has_an_embedding_row_for_every_token(
 def test_the_quick_start_is_a_configuration_that_the_trainer_accepts() -> None:
     config = GPTConfig(**read_toml(GPTConfig, QUICKSTART))
 
-    check(config)
+    check_config(config)
 
     assert config.block_size == 128
     assert config.sample_prompt == "ROMEO:\n"

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 from llm.data.batch_plan import BatchPlan
 from llm.trainers.gpt import commands
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.run_log import _options_without_effect
+from llm.trainers.gpt.run_log import _find_options_without_effect
 from llm.trainers.gpt.text_sample import log_sample
 from tests.support.models import tiny_config, tiny_model
 from tests.support.recovery import weights_hash, without_times
@@ -66,7 +66,7 @@ def test_options_of_messages_that_are_not_sent_are_named(ranks, micro_batches, e
     )
     run: Any = SimpleNamespace(config=config, batch_plan=plan)
     strategy: Any = SimpleNamespace(world_size=ranks)
-    assert list(_options_without_effect(run, strategy)) == expected
+    assert list(_find_options_without_effect(run, strategy)) == expected
 
 
 def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):

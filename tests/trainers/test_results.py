@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.results import open_repository, push
+from llm.trainers.gpt.results import open_repository, push_model
 
 
 def test_a_private_repository_named_after_the_run_is_created_at_the_start(hub, tmp_path):
@@ -45,7 +45,7 @@ def test_the_model_and_its_card_are_pushed_and_nothing_of_the_run(hub, tmp_path)
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(name)
     target = hub.folder("me/tiny")
-    push(run, "me/tiny")
+    push_model(run, "me/tiny")
     files = [path for path in target.rglob("*") if path.is_file()]
     assert {str(path.relative_to(target)): path.read_text() for path in files} == {
         name: name for name in pushed
@@ -56,7 +56,7 @@ def test_a_failed_push_keeps_the_model_and_explains_how_to_retry(hub, tmp_path, 
     run = tmp_path / "with späces"
     run.mkdir()
     (run / "config.json").write_text("{}")
-    push(run, "somebody/else")
+    push_model(run, "somebody/else")
     command = re.search("`(hf .*)` tries again", caplog.text)[1]
     words = shlex.split(command)
     assert words[:4] == ["hf", "upload", "somebody/else", f"{tmp_path}/with späces"]
@@ -67,4 +67,4 @@ def test_a_failed_push_keeps_the_model_and_explains_how_to_retry(hub, tmp_path, 
 
 def test_a_name_without_push_to_hub_is_refused():
     with pytest.raises(ConfigError, match="--hub_model_id needs --push_to_hub"):
-        check(GPTConfig(model_type="gpt2", train_file="a.txt", hub_model_id="mine"))
+        check_config(GPTConfig(model_type="gpt2", train_file="a.txt", hub_model_id="mine"))

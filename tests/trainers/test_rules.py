@@ -10,7 +10,7 @@ from llm.config.duration import Duration
 from llm.config.options import option
 from llm.errors import ConfigError
 from llm.parallel.options import PARALLELISM
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/parallelism.md"
@@ -65,10 +65,10 @@ def test_exactly_the_combinations_that_the_table_excludes_are_refused(row, way, 
         config = GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options)
         config = dataclasses.replace(config, **OPTIONS[way][0])
         if said == "yes":
-            check(config)
+            check_config(config)
             continue
         with pytest.raises(ConfigError) as refusal:
-            check(config)
+            check_config(config)
         named = " ".join(f"--{name}" for name in (*options, *OPTIONS[way][0]))
         assert any(word in str(refusal.value) for word in named.split())
 
@@ -102,19 +102,19 @@ SIZES = [
     ids=str,
 )
 def test_a_new_optimizer_is_refused_with_all_that_depends_on_it(options):
-    check(GPTConfig(**BASE, optimizer="lion"))
+    check_config(GPTConfig(**BASE, optimizer="lion"))
 
     with pytest.raises(ConfigError) as refusal:
-        check(GPTConfig(**BASE, optimizer="lion", **options))
+        check_config(GPTConfig(**BASE, optimizer="lion", **options))
     assert f"--{next(iter(options))}" in str(refusal.value)
 
 
 @pytest.mark.parametrize("options", [*SIZES, {"kfac": True}], ids=str)
 def test_a_new_precision_is_refused_with_all_that_depends_on_it(options):
-    check(GPTConfig(**BASE, mixed_precision="fp4"))
+    check_config(GPTConfig(**BASE, mixed_precision="fp4"))
 
     with pytest.raises(ConfigError, match=f"fp4 .* --{next(iter(options))}"):
-        check(GPTConfig(**BASE, mixed_precision="fp4", **options))
+        check_config(GPTConfig(**BASE, mixed_precision="fp4", **options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,17 +137,17 @@ class WiderConfig(GPTConfig):
     ids=str,
 )
 def test_a_new_layout_is_refused_with_all_that_depends_on_it(options):
-    check(WiderConfig(**BASE, width_parallel_size=2))
+    check_config(WiderConfig(**BASE, width_parallel_size=2))
 
     with pytest.raises(ConfigError, match="--width_parallel_size"):
-        check(WiderConfig(**BASE, width_parallel_size=2, **options))
+        check_config(WiderConfig(**BASE, width_parallel_size=2, **options))
 
 
 @pytest.mark.parametrize(
     "options", [{"min_learning_rate": 1e-5}, {"warmup": Duration("5 steps")}], ids=str
 )
 def test_a_new_schedule_has_neither_warmup_nor_decay(options):
-    check(GPTConfig(**BASE, lr_scheduler_type="cyclic"))
+    check_config(GPTConfig(**BASE, lr_scheduler_type="cyclic"))
 
     with pytest.raises(ConfigError, match="--lr_scheduler_type cyclic"):
-        check(GPTConfig(**BASE, lr_scheduler_type="cyclic", **options))
+        check_config(GPTConfig(**BASE, lr_scheduler_type="cyclic", **options))

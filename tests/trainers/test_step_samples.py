@@ -16,7 +16,7 @@ from llm.data.formats.megatron import TokenFile, write_index
 from llm.errors import CheckpointError, DataError
 from llm.tools.inspect import main
 from llm.trainers.gpt.extensions import GPTConfig
-from llm.trainers.gpt.step_samples import find_step_samples, passages
+from llm.trainers.gpt.step_samples import find_step_samples, split_into_passages
 from tests.support.loaded_samples import tokens_of, train_and_note
 from tests.support.ranks import run_ranks, values
 from tests.support.token_files import random_documents, write_flat, write_pair
@@ -79,7 +79,7 @@ def test_a_step_is_shown_with_its_documents_as_text(bench, capsys):
         for number, source in zip([8, 9, 10, 11], found.sources.tolist(), strict=True)
     ]
     source = found.corpus[found.sources[0]].stream
-    first = next(passages(source, int(found.starts[0]), 33))
+    first = next(split_into_passages(source, int(found.starts[0]), 33))
     stop = first.offset + first.tokens.size - 1
     at = lines.index("sample 8, source wiki" if found.sources[0] == 0 else "sample 8, source code")
     assert lines[at + 1] == (

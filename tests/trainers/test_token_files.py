@@ -171,10 +171,10 @@ def test_an_epoch_of_a_blend_has_the_samples_of_all_its_sources(bench):
     ],
 )
 def test_a_run_is_named_after_its_first_source(options, name):
-    from llm.trainers.gpt.output_folder import default_output_dir
+    from llm.trainers.gpt.output_folder import choose_default_output_dir
 
     config = GPTConfig(model_name_or_path="models/tiny", **options)
-    assert Path(default_output_dir(config)) == Path("runs") / name
+    assert Path(choose_default_output_dir(config)) == Path("runs") / name
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def train_and_cut(argv: list[str], path: Path) -> int:
     from llm.data.corpus import TokenStream
     from llm.trainers.gpt import main
 
-    windows = TokenStream.windows
+    windows = TokenStream.read_windows
     calls = itertools.count(1)
 
     def cut_and_read(stream: TokenStream, *arguments: Any) -> Any:
@@ -270,7 +270,7 @@ def train_and_cut(argv: list[str], path: Path) -> int:
             os.truncate(path, 100)
         return windows(stream, *arguments)
 
-    TokenStream.windows = cut_and_read
+    TokenStream.read_windows = cut_and_read
     return main.main(argv)
 
 

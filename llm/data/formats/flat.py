@@ -6,6 +6,7 @@ A flat `.bin` holds uint16 ids without header or index.
 import os
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,10 @@ def _describe_similar_files(path: Path, prefix: Path) -> str:
     if not names:
         return f"the folder {folder} holds no .idx at all"
 
-    def similarity(name: str) -> tuple[bool, float]:
-        return name.startswith(prefix.name), SequenceMatcher(None, name, prefix.name).ratio()
-
-    names.sort(key=similarity, reverse=True)
+    names.sort(key=partial(_rate_similarity, missing_name=prefix.name), reverse=True)
     return "near it there are " + ", ".join(str(folder / name) for name in names[:5])
+
+
+def _rate_similarity(name: str, *, missing_name: str) -> tuple[bool, float]:
+    """Return how similar a name is to a missing one: a common beginning, then equal letters."""
+    return name.startswith(missing_name), SequenceMatcher(None, name, missing_name).ratio()

@@ -179,8 +179,8 @@ class TokenFile:
             )
         self.tokens: NDArray[Any] = data.view(dtype)
         self.num_tokens = int(self.tokens.size)
-        self._check_ends(data.size)
-        if check_tables and (faults := self.index_faults(sample=True)):
+        self._check_table_ends(data.size)
+        if check_tables and (faults := self.find_index_faults(sample=True)):
             raise self._damage_error(", and ".join(faults))
 
     def _map_index(self, data: NDArray[np.uint8]) -> np.dtype[Any]:
@@ -214,7 +214,7 @@ class TokenFile:
         self.num_documents: int = num_document_entries - 1
         return _DTYPE_BY_CODE[dtype_code]
 
-    def _check_ends(self, bin_size: int) -> None:
+    def _check_table_ends(self, bin_size: int) -> None:
         """Check the first and last entry of each table."""
         expected_bin_size = 0
         if self.num_sequences:
@@ -234,7 +234,7 @@ class TokenFile:
                 f"not from 0 to {self.num_sequences}",
             )
 
-    def index_faults(self, *, sample: bool) -> list[str]:
+    def find_index_faults(self, *, sample: bool) -> list[str]:
         """Compare the tables with each other and with the `.bin`, in bounded memory.
 
         Args:
@@ -244,28 +244,18 @@ class TokenFile:
         Returns:
             The end of a sentence for each kind of fault, to be put after the index's name.
         """
-
-        def has_negative_length(start: int, stop: int) -> NDArray[np.bool_]:
-            return self.lengths[start:stop] < 0
-
-        def has_wrong_offset(start: int, stop: int) -> NDArray[np.bool_]:
-            # The first offset is 0. If each sequence ends where the next one starts, every offset
-            # is right.
-            next_offset = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
-            sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
-            is_wrong: NDArray[np.bool_] = (
-                np.diff(self.offsets[start:stop], append=next_offset) != sizes
-            )
-            return is_wrong
-
-        def has_negative_size(start: int, stop: int) -> NDArray[np.bool_]:
-            return self.documents[start + 1 : stop + 1] < self.documents[start:stop]
-
-        unchained = "sequences that do not end where the next one starts"
         checks = (
-            (has_negative_length, self.num_sequences, "sequences of negative length"),
-            (has_wrong_offset, self.num_sequences, unchained),
-            (has_negative_size, self.num_documents, "documents that end before they start"),
+            (self._have_negative_length, self.num_sequences, "sequences of negative length"),
+            (
+                self._have_wrong_end,
+                self.num_sequences,
+                "sequences that do not end where the next one starts",
+            ),
+            (
+                self._have_negative_size,
+                self.num_documents,
+                "documents that end before they start",
+            ),
         )
         faults = []
         for has_fault, num_entries, fault_description in checks:
@@ -276,6 +266,26 @@ class TokenFile:
                     f"{first_fault:,}"
                 )
         return faults
+
+    def _have_negative_length(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which sequences of a range have a negative length [stop - start]."""
+        return self.lengths[start:stop] < 0
+
+    def _have_wrong_end(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which sequences of a range do not end where the next one starts [stop - start].
+
+        The first offset is 0, so without such a sequence every offset is right.
+        """
+        next_offset = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
+        expected_sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
+        is_wrong: NDArray[np.bool_] = (
+            np.diff(self.offsets[start:stop], append=next_offset) != expected_sizes
+        )
+        return is_wrong
+
+    def _have_negative_size(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return which documents of a range end before they start [stop - start]."""
+        return self.documents[start + 1 : stop + 1] < self.documents[start:stop]
 
     def _damage_error(self, fault: str, *, suffix: str = ".idx") -> DataError:
         return DataError(
@@ -288,7 +298,9 @@ class TokenFile:
         Raises:
             DataError: The pointer lies outside the `.bin`.
         """
-        return int(self._sequence_starts(np.array([min(num_sequences, self.num_sequences)]))[0])
+        return int(
+            self._find_sequence_starts(np.array([min(num_sequences, self.num_sequences)]))[0]
+        )
 
     def document_start(self, document: int) -> int:
         """Return the position in `tokens` where a document begins.
@@ -302,9 +314,9 @@ class TokenFile:
         """
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has no document {document} of {self.num_documents}.")
-        return int(self.document_starts(document, document + 1)[0])
+        return int(self.find_document_starts(document, document + 1)[0])
 
-    def document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
+    def find_document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
         """Return the positions in `tokens` where consecutive documents begin.
 
         Args:
@@ -323,9 +335,9 @@ class TokenFile:
         if not is_valid.all():
             document = first_document + int(is_valid.argmin())
             raise self._damage_error(f"has a wrong pointer at document {document}")
-        return self._sequence_starts(first_sequences)
+        return self._find_sequence_starts(first_sequences)
 
-    def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _find_sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions in `tokens` of sequences; number S is the end."""
         byte_offsets = np.full(sequences.size, self.tokens.nbytes, np.int64)
         has_offset = sequences < self.num_sequences

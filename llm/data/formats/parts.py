@@ -194,24 +194,25 @@ class TokenFileParts:
         """Return the position in `tokens` where a document begins; see `TokenFile`."""
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has no document {document} of {self.num_documents}.")
-        return int(self.document_starts(document, document + 1)[0])
+        return int(self.find_document_starts(document, document + 1)[0])
 
-    def document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
+    def find_document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
         """Return the positions in `tokens` where documents begin; see `TokenFile`."""
         starts = np.full(end_document - first_document, self.num_tokens, np.int64)
         last_document = min(end_document, self.num_documents) - 1
         first_documents = self._first_documents
-        first_part, end_part = np.searchsorted(
-            first_documents, [first_document, last_document], side="right"
+        # A part holds the documents from its entry in the table up to the next entry.
+        first_part, last_part = (
+            np.searchsorted(first_documents, [first_document, last_document], side="right") - 1
         ).tolist()
-        for part_index in range(first_part - 1, end_part):
+        for part_index in range(first_part, last_part + 1):
             part_first_document = int(first_documents[part_index])
             part_end_document = int(first_documents[part_index + 1])
             documents = range(
                 max(first_document, part_first_document), min(end_document, part_end_document)
             )
             if documents:
-                part_starts = self.parts[part_index].document_starts(
+                part_starts = self.parts[part_index].find_document_starts(
                     documents.start - part_first_document, documents.stop - part_first_document
                 )
                 starts[documents.start - first_document : documents.stop - first_document] = (

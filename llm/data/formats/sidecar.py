@@ -227,11 +227,11 @@ def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
     """Refuse parts that a sidecar does not describe."""
     parts = file.parts if isinstance(file, TokenFileParts) else []
     if bool(parts) != bool(sidecar.part_tokens):
-        described, actual = (
+        described_kind, actual_kind = (
             ("parts", "a whole file") if sidecar.part_tokens else ("a whole file", "parts")
         )
         raise DataError(
-            f"{file.prefix}.json describes {described}, but it belongs to {actual}; "
+            f"{file.prefix}.json describes {described_kind}, but it belongs to {actual_kind}; "
             "restore the files that were prepared together."
         )
     part_tokens = [part.num_tokens for part in parts]
@@ -240,22 +240,22 @@ def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
             f"{file.prefix}.json describes {len(sidecar.part_tokens):,} parts, not "
             f"{len(part_tokens):,}; restore the files that were prepared together."
         )
-    for part, recorded_tokens in zip(parts, sidecar.part_tokens, strict=True):
-        if part.num_tokens != recorded_tokens:
+    for part, num_recorded_tokens in zip(parts, sidecar.part_tokens, strict=True):
+        if part.num_tokens != num_recorded_tokens:
             raise DataError(
                 f"The token file {part.prefix}.bin is of another preparation: it has "
-                f"{part.num_tokens:,} tokens, and {file.prefix}.json says {recorded_tokens:,}; "
+                f"{part.num_tokens:,} tokens, and {file.prefix}.json says {num_recorded_tokens:,}; "
                 "restore the files that were prepared together."
             )
 
 
-def find_damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False) -> list[str]:
+def find_damage(prefix: Path, *, is_flat: bool = False, has_row_bytes: bool = False) -> list[str]:
     """Return faults of finished files that their sizes and headers show.
 
     Args:
         prefix: Their path without suffix.
-        nanogpt: Whether it is a flat file.
-        row_bytes: Whether `PREFIX.bytes` is one of them.
+        is_flat: Whether it is a flat file.
+        has_row_bytes: Whether `PREFIX.bytes` is one of them.
 
     Returns:
         One sentence per fault; empty if the files are complete.
@@ -263,13 +263,13 @@ def find_damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False)
     try:
         sidecar = read_sidecar(prefix)
         file: AnyTokenFile
-        if nanogpt:
+        if is_flat:
             file = FlatTokenFile(add_suffix(prefix, ".bin"))
         elif sidecar is not None and sidecar.part_tokens:
             file, _ = open_described(prefix.parent, describe_token_files(prefix))
         else:
             file = TokenFile(prefix)
-        row_bytes_size = add_suffix(prefix, ".bytes").stat().st_size if row_bytes else None
+        row_bytes_size = add_suffix(prefix, ".bytes").stat().st_size if has_row_bytes else None
     except (DataError, FileNotFoundError) as error:
         return [str(error)]
     if sidecar is None:
@@ -284,7 +284,7 @@ def find_damage(prefix: Path, *, nanogpt: bool = False, row_bytes: bool = False)
     return []
 
 
-def check_beginnings(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
+def check_prepend_bos(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
     """Refuse token files with documents that begin in another way than the run's.
 
     Args:

@@ -64,21 +64,21 @@ class AveragingExtension(Extension[AveragingOptions]):
         card="their exponential moving average",
     )
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
         options = self.options
         problems = []
         if options.ema_decay is not None and options.ema_tokens is not None:
             problems.append("--ema_decay and --ema_tokens exclude each other.")
         problems += [
-            f"--{name} averages the weights of one model, and {options.several_models} trains "
+            f"--{name} averages the weights of one model, and {options.replica_option} trains "
             "several; leave one of them out."
             for name in ("ema_decay", "ema_tokens")
-            if getattr(options, name) is not None and options.several_models
+            if getattr(options, name) is not None and options.replica_option
         ]
         return problems
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Refuse to evaluate an average that no checkpoint holds.
 
         Raises:
@@ -90,7 +90,7 @@ class AveragingExtension(Extension[AveragingOptions]):
                 "by --resume_from_checkpoint, or leave it out."
             )
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return the average; None without one. An evaluation needs it only to evaluate it."""
         options = self.options
         if not self._keeps_average or (options.eval_only and not options.eval_ema):

@@ -8,7 +8,7 @@ import torch
 
 from llm.data.loader import StepBatch
 from llm.parallel.base import AcceleratedStrategy
-from llm.parallel.fsdp import as_dtensor, reshard
+from llm.parallel.fsdp import reshard, wrap_as_dtensor
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension
 
 
@@ -88,7 +88,7 @@ class WeightAverage(LoopExtension):
         reshard(self._strategy.wrapped)  # the model has other parameters while they are gathered
         names = {p: name for name, p in self._strategy.model.named_parameters()}
         pairs = zip(self._strategy.parameters, self._averages, strict=True)
-        tensors = {names[p]: as_dtensor(average, like=p) for p, average in pairs}
+        tensors = {names[p]: wrap_as_dtensor(average, like=p) for p, average in pairs}
         return {**tensors, "mass": self._factor_sum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -81,20 +81,29 @@ class BF16AdamW(torch.optim.Optimizer):
                     self._update_parameter(p, key, group)
             adamw_step(group, float32_params, self.state, self.found_inf)
 
-    def _update_parameter(self, p: Tensor, key: int, group: dict[str, Any]) -> None:
-        assert p.grad is not None
-        num_updates, *moments = (self.state[p][name] for name in ("step", "exp_avg", "exp_avg_sq"))
-        slice_size = _CPU_SLICE_SIZE if p.device.type == "cpu" else _SLICE_SIZE
-        for first_element in range(0, p.numel(), slice_size):
-            elements = slice(first_element, first_element + slice_size)
-            param_slice = p.detach().view(-1)[elements]
-            param_slice.grad = p.grad.reshape(-1)[elements]
-            bf16_moments = [moment.view(-1)[elements] for moment in moments]
+    def _update_parameter(self, parameter: Tensor, random_key: int, group: dict[str, Any]) -> None:
+        """Update a parameter slice by slice, so that few float32 moments are in memory at once.
+
+        Args:
+            parameter: The parameter; it has a gradient.
+            random_key: Key of the random bits that round its moments.
+            group: Its parameter group.
+        """
+        assert parameter.grad is not None
+        num_updates, *moments = (
+            self.state[parameter][name] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        slice_size = _CPU_SLICE_SIZE if parameter.device.type == "cpu" else _SLICE_SIZE
+        for first_element in range(0, parameter.numel(), slice_size):
+            slice_elements = slice(first_element, first_element + slice_size)
+            param_slice = parameter.detach().view(-1)[slice_elements]
+            param_slice.grad = parameter.grad.reshape(-1)[slice_elements]
+            bf16_moments = [moment.view(-1)[slice_elements] for moment in moments]
             exp_avg, exp_avg_sq = (moment.float() for moment in bf16_moments)
             state = {"step": num_updates.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             adamw_step(group, [param_slice], {param_slice: state}, self.found_inf)
             first_counter = torch.tensor(
-                _as_int32(key + first_element * _ELEMENT_STRIDE), dtype=torch.int32
+                _as_int32(random_key + first_element * _ELEMENT_STRIDE), dtype=torch.int32
             )
             self._round_moments(bf16_moments, [exp_avg, exp_avg_sq], num_updates, first_counter)
         num_updates += 1.0 if self.found_inf is None else 1.0 - self.found_inf
@@ -110,14 +119,14 @@ def round_moments(
         moments: The new moments in float32 [size]. After a skipped step they are bf16 numbers
             already, which rounding does not change.
         num_updates: Number of updates before this one, on the device.
-        first_counter: Selects the random bits, as for `random_bits`.
+        first_counter: Selects the random bits, as for `draw_random_bits`.
     """
-    bits = random_bits(num_updates, first_counter, size=len(moments[0]))
+    bits = draw_random_bits(num_updates, first_counter, size=len(moments[0]))
     bf16_moments[0].copy_(round_stochastically(moments[0], bits & 0xFFFF))
     bf16_moments[1].copy_(round_stochastically(moments[1], (bits >> 16) & 0xFFFF))
 
 
-def random_bits(num_updates: Tensor, first_counter: Tensor, *, size: int) -> Tensor:
+def draw_random_bits(num_updates: Tensor, first_counter: Tensor, *, size: int) -> Tensor:
     """Return random integers, int32 [size]: a function of all arguments but the size.
 
     Args:
@@ -162,11 +171,11 @@ def make_bf16_adamw(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(options, model)
     for group in groups:
-        group["keys"] = [_random_key(seed, names[p], p) for p in group["params"]]
+        group["keys"] = [_make_random_key(seed, names[p], p) for p in group["params"]]
     return BF16AdamW(groups, compiled=compiled, **adamw_settings(options))
 
 
-def _random_key(seed: int, name: str, parameter: Tensor) -> int:
+def _make_random_key(seed: int, name: str, parameter: Tensor) -> int:
     """Return the key of a parameter, or of this rank's shard of it.
 
     A shard of rows continues at its place in the whole parameter, so that its elements have the

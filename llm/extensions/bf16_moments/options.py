@@ -25,14 +25,18 @@ class MomentOptions(CoreConfig):
 class MomentExtension(Extension[MomentOptions]):
     """Makes AdamW with bf16 moments."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence if another optimizer trains the run."""
         options = self.options
         conflicts = (
             [] if options.optimizer in (None, "adamw") else [f"--optimizer {options.optimizer}"]
         )
-        changes = options.besides_optimizer, options.around_optimizer, options.several_models
-        conflicts += [change for change in changes if change is not None]
+        other_changes = (
+            options.extra_optimizer_option,
+            options.step_change_option,
+            options.replica_option,
+        )
+        conflicts += [change for change in other_changes if change is not None]
         if options.moment_dtype == "fp32" or not conflicts:
             return []
         return [
@@ -40,7 +44,9 @@ class MomentExtension(Extension[MomentOptions]):
             f"ranks, not for {' and '.join(conflicts)}; leave one of them out."
         ]
 
-    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: "Layout | None"
+    ) -> "OptimizerFactory | None":
         """Return what makes AdamW with bf16 moments; None for float32 ones."""
         options = self.options
         if options.moment_dtype == "fp32":

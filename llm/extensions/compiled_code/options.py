@@ -27,7 +27,7 @@ class CompiledCodeOptions(CoreConfig):
 class CompiledCodeExtension(Extension[CompiledCodeOptions]):
     """Loads compiled code before the model is built, and saves it after the first step."""
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Load the code of this rank, if the folder has any.
 
         Raises:
@@ -45,7 +45,7 @@ class CompiledCodeExtension(Extension[CompiledCodeOptions]):
         self._code_file = CodeFile(Path(self.options.compiled_code), rank=run.world.rank)
         self._code_file.load()
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return the object that saves the code of a training."""
         if self.options.compiled_code is None or self.options.eval_only:
             return None

@@ -99,14 +99,16 @@ class ClassRunOptimizer(RunOptimizer):
         """Return the rank that keeps the whole state of a parameter; None if all have theirs."""
         return self._owners.get(path.rpartition("/")[0])
 
-    def begin_load(self, list_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+    def prepare_load(self, list_saved_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Allocate the state that a checkpoint has; the class makes it in its first step only.
 
         Raises:
             CheckpointError: The state is not elementwise, as shards need it.
         """
-        saved: dict[Tensor, dict[str, Tensor]] = {p: {} for p in self._param_by_name.values()}
-        for path, tensor in list_tensors().items():
+        state_by_param: dict[Tensor, dict[str, Tensor]] = {
+            p: {} for p in self._param_by_name.values()
+        }
+        for path, tensor in list_saved_tensors().items():
             name, _, key = path.removeprefix(OPTIMIZER_TENSORS).rpartition("/")
             param = self._param_by_name.get(name)
             if param is None or not path.startswith(OPTIMIZER_TENSORS):
@@ -119,8 +121,8 @@ class ClassRunOptimizer(RunOptimizer):
                         "cannot divide it; resume with --optimizer_input matrices."
                     )
                 tensor = tensor.new_empty(param.shape)
-            saved[param][key] = tensor
-        self._class_optimizer.allocate_state(saved)
+            state_by_param[param][key] = tensor
+        self._class_optimizer.allocate_state(state_by_param)
 
     def parts(self) -> dict[str, Any]:
         """Return the part with the name and the version of the class."""
@@ -181,7 +183,7 @@ class ClassFactory(OptimizerFactory):
             matrices=ShardedMatrices(mesh) if mesh is not None and has_owners else None,
         )
         if any(p.is_meta for p in model.parameters()):
-            self._measure_state(optimizer)
+            self._allocate_meta_state(optimizer)
         return ClassRunOptimizer(
             optimizer,
             model,
@@ -206,22 +208,22 @@ class ClassFactory(OptimizerFactory):
             )
         return "\n".join(lines)
 
-    def _measure_state(self, optimizer: ClassOptimizer) -> None:
-        """Give an optimizer of weights without values the state that a step makes."""
+    def _allocate_meta_state(self, optimizer: ClassOptimizer) -> None:
+        """Allocate the state that a step makes, for an optimizer of weights on the meta device."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
             p.grad = torch.empty_like(p)
         try:
             optimizer.step()
         except Exception:
-            size = self._traits.bytes_per_element
+            bytes_per_element = self._traits.bytes_per_element
             logger.warning(
                 f"{self._class.name} cannot step without values, so its state is assumed to take "
-                f"{size:g} bytes for each weight, as for a matrix of 6 x 4."
+                f"{bytes_per_element:g} bytes for each weight, as for a matrix of 6 x 4."
             )
             optimizer.allocate_state(
                 {
-                    p: {"state": torch.empty(int(size * p.numel()), dtype=torch.uint8)}
+                    p: {"state": torch.empty(int(bytes_per_element * p.numel()), dtype=torch.uint8)}
                     for p in params
                 }
             )

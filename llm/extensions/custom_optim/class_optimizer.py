@@ -47,7 +47,7 @@ class ClassOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        make: MakeOptimizer,
+        make_optimizer: MakeOptimizer,
         groups: list[dict[str, Any]],
         *,
         lr: float,
@@ -55,14 +55,14 @@ class ClassOptimizer(torch.optim.Optimizer):
         scalar_devices: Mapping[str, torch.device] | None = None,
         matrices: ShardedMatrices | None = None,
     ) -> None:
-        self._inner: torch.optim.Optimizer | None = None
+        self._inner_optimizer: torch.optim.Optimizer | None = None
         self._inner_params: dict[Tensor, nn.Parameter] = {}
         self._group_indices: dict[Tensor, int] = {}
         self._initial_settings: list[dict[str, Any]] = []
         self._numbers: dict[tuple[Tensor, str], Tensor] = {}
-        self._is_loaded = False
+        self._has_loaded_numbers = False
         super().__init__(groups, {"lr": lr})
-        self._make, self._reads_found_inf = make, reads_found_inf
+        self._make_optimizer, self._reads_found_inf = make_optimizer, reads_found_inf
         self._scalar_devices = scalar_devices or {}
         self._matrices = matrices
         self.units: list[Unit] = []
@@ -86,8 +86,8 @@ class ClassOptimizer(torch.optim.Optimizer):
 
     def _state_tensors(self, p: Tensor, inner_param: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
         """Yield the state of a parameter by key."""
-        assert self._inner is not None
-        for key, value in self._inner.state.get(inner_param, {}).items():
+        assert self._inner_optimizer is not None
+        for key, value in self._inner_optimizer.state.get(inner_param, {}).items():
             if isinstance(value, Tensor):
                 yield key, value
             elif value is not None:
@@ -99,7 +99,7 @@ class ClassOptimizer(torch.optim.Optimizer):
                 yield f"{NUMBER}{key}", self._number_tensor(p, f"{NUMBER}{key}", value)
         group_index = self._group_indices[inner_param]
         group, initial_settings = (
-            self._inner.param_groups[group_index],
+            self._inner_optimizer.param_groups[group_index],
             self._initial_settings[group_index],
         )
         for key, initial_value in initial_settings.items():
@@ -109,8 +109,8 @@ class ClassOptimizer(torch.optim.Optimizer):
     def _number_tensor(self, p: Tensor, key: str, value: float) -> Tensor:
         """Return the tensor for a number; after a load it is newer than the number."""
         tensor, dtype = self._numbers.get((p, key)), _dtype_of(value)
-        if tensor is not None and (self._is_loaded or tensor.dtype == dtype):
-            return tensor if self._is_loaded else tensor.fill_(value)
+        if tensor is not None and (self._has_loaded_numbers or tensor.dtype == dtype):
+            return tensor if self._has_loaded_numbers else tensor.fill_(value)
         tensor = self._numbers[p, key] = torch.tensor(value, dtype=dtype)
         return tensor
 
@@ -123,14 +123,14 @@ class ClassOptimizer(torch.optim.Optimizer):
         Args:
             closure: Not supported.
         """
-        if self._inner is None:
-            self._make_inner()
-        if self._is_loaded:
+        if self._inner_optimizer is None:
+            self._make_inner_optimizer()
+        if self._has_loaded_numbers:
             self._restore_numbers()
         if self.found_inf is not None and not self._reads_found_inf and bool(self.found_inf):
             return
         if self._matrices is None:
-            self._step_inner()
+            self._step_inner_optimizer()
             return
         units = [unit for unit in self.units if unit.weight.grad is not None]
         gradients = self._matrices.gather_matrices(units, lambda unit: [_gradient(unit.weight)])
@@ -138,7 +138,7 @@ class ClassOptimizer(torch.optim.Optimizer):
         for unit in weights:
             matrix = self._inner_params[unit.weight]
             matrix.data, matrix.grad = weights[unit][0], gradients.pop(unit)[0]
-        self._step_inner()
+        self._step_inner_optimizer()
         for unit, (weight,) in self._matrices.scatter_matrices(units, weights):
             unit.weight.copy_(weight)
         self._free_matrices()
@@ -148,54 +148,50 @@ class ClassOptimizer(torch.optim.Optimizer):
         if self._matrices is not None:
             self._matrices.localize(local_of)
 
-    def _step_inner(self) -> None:
+    def _step_inner_optimizer(self) -> None:
         """Take a step of the inner optimizer at this rate, if it has parameters."""
-        if self._inner is None:
+        if self._inner_optimizer is None:
             return
         rate_by_param = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         rate_by_inner_param = {inner: rate_by_param[p] for p, inner in self._inner_params.items()}
-        for group in self._inner.param_groups:
+        for group in self._inner_optimizer.param_groups:
             group["lr"] = rate_by_inner_param[group["params"][0]]
         if self._reads_found_inf:
-            self._inner.found_inf = self.found_inf  # type: ignore[attr-defined]
-        self._inner.step()
+            self._inner_optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._inner_optimizer.step()
 
-    def _make_inner(self) -> None:
+    def _make_inner_optimizer(self) -> None:
         """Make the inner optimizer of the parameters, or of the matrices that this rank owns."""
-        units = {unit.weight: unit for unit in self.units}
+        groups = self._make_inner_groups()
+        self._numbers, self._inner_optimizer = {}, None
+        if not groups:
+            return  # other ranks own all matrices
+        self._inner_optimizer = self._make_optimizer(groups, self.defaults["lr"])
+        self._initial_settings, self._group_indices = [], {}
+        for group_index, group in enumerate(self._inner_optimizer.param_groups):
+            self._initial_settings.append(_numeric_settings(group))
+            self._group_indices |= dict.fromkeys(group["params"], group_index)
+        self._free_matrices()
+
+    def _make_inner_groups(self) -> list[dict[str, Any]]:
+        """Make the inner parameters of this rank; return their groups, without empty ones."""
+        unit_by_param = {unit.weight: unit for unit in self.units}
         self._inner_params, groups = {}, []
         for group in self.param_groups:
             for p in group["params"]:
                 if self._matrices is None:
                     self._inner_params[p] = p
-                elif self._matrices.owns(units[p]):
-                    shape = units[p].shapes[0]
+                elif self._matrices.owns(unit_by_param[p]):
+                    shape = unit_by_param[p].shapes[0]
                     matrix = torch.zeros(shape, dtype=p.dtype, device=p.device)
                     self._inner_params[p] = nn.Parameter(matrix)
             inner_params = [
                 self._inner_params[p] for p in group["params"] if p in self._inner_params
             ]
-            settings = {key: group[key] for key in ("lr", "weight_decay")}
-            groups += [{"params": inner_params, **settings}] if inner_params else []
-        self._numbers, self._inner = {}, None
-        if not groups:
-            return  # other ranks own all matrices
-        self._inner = self._make(groups, self.defaults["lr"])
-        inner_groups = self._inner.param_groups
-        self._initial_settings = [
-            {
-                key: value
-                for key, value in group.items()
-                if key not in _RUN_SETTINGS and type(value) in (bool, int, float)
-            }
-            for group in inner_groups
-        ]
-        self._group_indices = {
-            p: group_index
-            for group_index, group in enumerate(inner_groups)
-            for p in group["params"]
-        }
-        self._free_matrices()
+            if inner_params:
+                settings = {key: group[key] for key in ("lr", "weight_decay")}
+                groups.append({"params": inner_params, **settings})
+        return groups
 
     def _free_matrices(self) -> None:
         """Free the weights and gradients that this rank had only for a step."""
@@ -206,18 +202,18 @@ class ClassOptimizer(torch.optim.Optimizer):
                     None,
                 )
 
-    def allocate_state(self, saved: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    def allocate_state(self, state_by_param: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replace the state by one with other tensors, which a checkpoint then overwrites.
 
         Args:
-            saved: State by parameter and key; tensors on the meta device, in the shapes of this
-                rank's shards or of matrices.
+            state_by_param: State by parameter and key; tensors on the meta device, in the shapes
+                of this rank's shards or of matrices.
         """
-        self._make_inner()
+        self._make_inner_optimizer()
         for p, inner_param in self._inner_params.items():
-            assert self._inner is not None
+            assert self._inner_optimizer is not None
             inner_state: dict[str, Any] = {}
-            for key, tensor in saved.get(p, {}).items():
+            for key, tensor in state_by_param.get(p, {}).items():
                 device = p.device if tensor.ndim else self._scalar_devices.get(key, p.device)
                 if key.startswith((NUMBER, GROUP)):
                     self._numbers[p, key] = torch.zeros_like(tensor, device="cpu")
@@ -226,20 +222,20 @@ class ClassOptimizer(torch.optim.Optimizer):
                 else:
                     inner_state[key] = torch.zeros_like(tensor, device=device)
             if inner_state:
-                self._inner.state[inner_param] = inner_state
-        self._is_loaded = True
+                self._inner_optimizer.state[inner_param] = inner_state
+        self._has_loaded_numbers = True
 
     def _restore_numbers(self) -> None:
         """Give the inner optimizer the numbers that were read from a checkpoint."""
-        self._is_loaded = False
+        self._has_loaded_numbers = False
         for (p, key), tensor in self._numbers.items():
-            assert self._inner is not None
+            assert self._inner_optimizer is not None
             inner_param = self._inner_params[p]
             if key.startswith(NUMBER):
-                state = self._inner.state[inner_param]
+                state = self._inner_optimizer.state[inner_param]
                 state[key.removeprefix(NUMBER)] = tensor.item()
             else:
-                group = self._inner.param_groups[self._group_indices[inner_param]]
+                group = self._inner_optimizer.param_groups[self._group_indices[inner_param]]
                 group[key.removeprefix(GROUP)] = tensor.item()
 
 
@@ -252,3 +248,12 @@ def _dtype_of(value: float) -> torch.dtype:
 def _gradient(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     return weight.grad
+
+
+def _numeric_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers among the settings of a parameter group, except those of the run."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _RUN_SETTINGS and type(value) in (bool, int, float)
+    }

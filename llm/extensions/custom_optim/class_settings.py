@@ -37,7 +37,7 @@ class CustomOptimizerOptions(CoreConfig):
     )
 
 
-def read_arguments(text: str | None) -> dict[str, Any]:
+def parse_optimizer_kwargs(text: str | None) -> dict[str, Any]:
     """Return the arguments in `optimizer_kwargs`, with tuples for lists.
 
     Raises:

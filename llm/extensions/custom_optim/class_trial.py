@@ -87,11 +87,13 @@ class _Trial:
         Raises:
             ConfigError: A run could not resume it, or could not skip a step.
         """
-        params = [nn.Parameter(weight.clone()) for weight in self._weights]
-        inner = self._class.make([{"params": params, "weight_decay": 0.0}], _LEARNING_RATE)
+        trial_params = [nn.Parameter(weight.clone()) for weight in self._weights]
+        trial_optimizer = self._class.make(
+            [{"params": trial_params, "weight_decay": 0.0}], _LEARNING_RATE
+        )
         # torch's fused classes have no such attribute before a step.
-        self._reads_found_inf |= bool(getattr(inner, "_step_supports_amp_scaling", False))
-        optimizer = self._make(self._weights)
+        self._reads_found_inf |= bool(getattr(trial_optimizer, "_step_supports_amp_scaling", False))
+        optimizer = self._make_optimizer(self._weights)
         addresses = [p.data_ptr() for p in _params_of(optimizer)]
         _take_steps(optimizer, self._gradients)
         weights = _weights_of(optimizer)
@@ -102,24 +104,27 @@ class _Trial:
                 "place, as p.copy_(...) does."
             )
         self._check_resume(weights)
-        self._check_skip(optimizer)
-        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
-        tensors = {key: tensor for key, tensor in state.items() if tensor.ndim}
+        self._check_skipped_step(optimizer)
+        matrix, _ = weights
+        matrix_state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        state_tensors = [tensor for tensor in matrix_state.values() if tensor.ndim]
+        is_elementwise = all(tensor.shape == matrix.shape for tensor in state_tensors)
+        for split in _HALVES if is_elementwise else ():
+            is_elementwise = is_elementwise and _are_close(self._train_halves(split), [matrix])
         return Traits(
             reads_found_inf=self._reads_found_inf,
-            is_elementwise=all(t.shape == weights[0].shape for t in tensors.values())
-            and all(_are_close(self._train_halves(split), [weights[0]]) for split in _HALVES),
+            is_elementwise=is_elementwise,
             is_coupled=not _are_close([self._train_alone(0), self._train_alone(1)], weights),
             is_random=not all(map(torch.equal, self._train_with_another_seed(), weights)),
             scalar_devices={
                 key: tensor.device
-                for key, tensor in state.items()
+                for key, tensor in matrix_state.items()
                 if tensor.ndim == 0 and not key.startswith(NUMBER)
             },
-            bytes_per_element=sum(t.nbytes for t in tensors.values()) / weights[0].numel(),
+            bytes_per_element=sum(tensor.nbytes for tensor in state_tensors) / matrix.numel(),
         )
 
-    def _make(self, weights: Sequence[Tensor]) -> ClassOptimizer:
+    def _make_optimizer(self, weights: Sequence[Tensor]) -> ClassOptimizer:
         """Return an optimizer of weights; matrices decay, and vectors do not."""
         groups = [
             {
@@ -136,12 +141,12 @@ class _Trial:
         self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
     ) -> ClassOptimizer:
         """Return an optimizer after steps with the gradients of the weights."""
-        optimizer = self._make(weights)
+        optimizer = self._make_optimizer(weights)
         _take_steps(optimizer, gradients)
         return optimizer
 
     def _train_with_another_seed(self) -> list[Tensor]:
-        optimizer = self._make(self._weights)
+        optimizer = self._make_optimizer(self._weights)
         _take_steps(optimizer, self._gradients, seed=1)
         return _weights_of(optimizer)
 
@@ -168,26 +173,26 @@ class _Trial:
         Raises:
             ConfigError: The resumed weights differ.
         """
-        interrupted = self._train(self._weights, self._gradients[:-1])
-        resumed = self._make(_weights_of(interrupted))
+        interrupted_optimizer = self._train(self._weights, self._gradients[:-1])
+        resumed_optimizer = self._make_optimizer(_weights_of(interrupted_optimizer))
         state_by_param: dict[Tensor, dict[str, Tensor]] = dict(
-            zip(_params_of(resumed), interrupted.state.values(), strict=True)
+            zip(_params_of(resumed_optimizer), interrupted_optimizer.state.values(), strict=True)
         )
-        resumed.allocate_state(
+        resumed_optimizer.allocate_state(
             {p: {k: t.to("meta") for k, t in state.items()} for p, state in state_by_param.items()}
         )
-        for p, state in resumed.state.items():
+        for p, state in resumed_optimizer.state.items():
             for key, tensor in state.items():
                 tensor.copy_(state_by_param[p][key])
-        _take_steps(resumed, self._gradients[-1:])
-        if not all(map(torch.equal, _weights_of(resumed), expected_weights)):
+        _take_steps(resumed_optimizer, self._gradients[-1:])
+        if not all(map(torch.equal, _weights_of(resumed_optimizer), expected_weights)):
             raise ConfigError(
                 f"--optimizer {self._class.name} keeps a value outside of its state that changes "
                 "its steps, so a resumed run would differ; keep it in self.state, or as a number "
                 "in its groups."
             )
 
-    def _check_skip(self, optimizer: ClassOptimizer) -> None:
+    def _check_skipped_step(self, optimizer: ClassOptimizer) -> None:
         """Refuse a class that has the attribute `found_inf` and takes a step all the same.
 
         Args:

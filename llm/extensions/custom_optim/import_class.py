@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from llm.errors import ConfigError, one_line
-from llm.extensions.custom_optim.class_settings import CustomOptimizerOptions, read_arguments
+from llm.extensions.custom_optim.class_settings import (
+    CustomOptimizerOptions,
+    parse_optimizer_kwargs,
+)
 
 MakeOptimizer = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
 """From parameter groups with their weight decay, and a learning rate."""
@@ -56,7 +59,7 @@ def import_optimizer(options: CustomOptimizerOptions) -> OptimizerClass:
     """
     assert options.optimizer is not None
     cls = _import_class(options.optimizer)
-    arguments = read_arguments(options.optimizer_kwargs)
+    arguments = parse_optimizer_kwargs(options.optimizer_kwargs)
     _check_signature(options, cls, arguments)
     return OptimizerClass(
         name=options.optimizer, cls=cls, arguments=arguments, version=find_version(cls)
@@ -112,11 +115,13 @@ def _check_signature(
     name = options.optimizer
     parameters = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        if refused_names := [argument for argument in arguments if argument not in parameters]:
-            names = ", ".join(p for p in parameters if p not in ("params", "lr", "weight_decay"))
+        if unknown_names := [argument for argument in arguments if argument not in parameters]:
+            accepted_names = ", ".join(
+                p for p in parameters if p not in ("params", "lr", "weight_decay")
+            )
             raise ConfigError(
-                f"--optimizer_kwargs sets {refused_names[0]}, which {name} does not take; it takes "
-                f"{names or 'no argument'}."
+                f"--optimizer_kwargs sets {unknown_names[0]}, which {name} does not take; it takes "
+                f"{accepted_names or 'no argument'}."
             )
         if "lr" not in parameters:
             raise ConfigError(

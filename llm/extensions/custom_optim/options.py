@@ -4,7 +4,10 @@ from typing import TYPE_CHECKING
 
 from llm.config.options import names_class
 from llm.errors import ConfigError
-from llm.extensions.custom_optim.class_settings import CustomOptimizerOptions, read_arguments
+from llm.extensions.custom_optim.class_settings import (
+    CustomOptimizerOptions,
+    parse_optimizer_kwargs,
+)
 from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
     """Makes an optimizer of a class from outside of this package."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for settings without a class, or that a class cannot have."""
         options = self.options
         if not names_class(options.optimizer):
@@ -28,7 +31,7 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
             ]
         problems = []
         try:
-            read_arguments(options.optimizer_kwargs)
+            parse_optimizer_kwargs(options.optimizer_kwargs)
         except ConfigError as error:
             problems.append(str(error))
         if options.per_device_train_batch_size == "auto":
@@ -38,7 +41,7 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
             )
         return problems
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Import the class.
 
         Raises:
@@ -49,7 +52,9 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
 
             import_optimizer(self.options)
 
-    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: "Layout | None"
+    ) -> "OptimizerFactory | None":
         """Return what makes an optimizer of the class, after a trial; None for other optimizers.
 
         Raises:

@@ -37,7 +37,7 @@ class FlagReducer:
         self._incoming_flags: torch.Tensor | None = None
         self._messages: list[Any] = []
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+    def reduce_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Return the flags of all ranks at the beginning of the exchange that ends with this call.
 
         Args:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.decentralized.modes import Gossip
-from llm.parallel.buckets import Bucket, bucket_groups
+from llm.parallel.buckets import Bucket, group_for_buckets
 from llm.runtime import torch_names
 
 
@@ -68,7 +68,7 @@ class GossipAverager:
         is_sharded: bool = False,
     ) -> None:
         self.num_rounds = 0
-        self._period = gossip.rounds
+        self._rounds_of_period = gossip.rounds
         self._replica, self._slice_index = divmod(rank, ranks_per_replica)
         self._ranks_per_replica = ranks_per_replica
         self._num_slices = 1 if is_sharded else ranks_per_replica
@@ -79,7 +79,7 @@ class GossipAverager:
         if num_replicas == 1:
             return
         self._buckets = [
-            Bucket(group, multiple_of=self._num_slices) for group in bucket_groups(tensors)
+            Bucket(group, multiple_of=self._num_slices) for group in group_for_buckets(tensors)
         ]
         slice_index = 0 if is_sharded else self._slice_index
         self._slices = [
@@ -103,7 +103,7 @@ class GossipAverager:
         # The first operation of a group must include all of its ranks: NCCL connects them then.
         dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pair_group)
         self._group_by_replicas: dict[tuple[int, ...], Any] = {}
-        all_groups = dict.fromkeys(itertools.chain.from_iterable(self._period))
+        all_groups = dict.fromkeys(itertools.chain.from_iterable(self._rounds_of_period))
         for replicas in all_groups:
             if len(replicas) <= 2:
                 continue
@@ -134,7 +134,7 @@ class GossipAverager:
 
     def _start_round(self, round_index: int) -> None:
         """Send this rank's slices to the replicas of its group, and receive or sum theirs."""
-        groups = self._period[round_index % len(self._period)]
+        groups = self._rounds_of_period[round_index % len(self._rounds_of_period)]
         replicas = next(group for group in groups if self._replica in group)
         if len(replicas) == 1:
             return
@@ -143,26 +143,26 @@ class GossipAverager:
         if len(replicas) == 2:
             (partner,) = set(replicas) - {self._replica}
             self._in_flight = _Exchange(
-                self._exchange_with(partner), replicas, self._partner_slices
+                self._exchange_slices_with(partner), replicas, self._partner_slices
             )
             return
-        works = [
+        pending_sums = [
             dist.all_reduce(flat_slice, group=self._group_by_replicas[replicas], async_op=True)
             for flat_slice in self._slices
         ]
-        self._in_flight = _Exchange(works, replicas, [])
+        self._in_flight = _Exchange(pending_sums, replicas, [])
 
-    def _exchange_with(self, partner: int) -> list[Any]:
+    def _exchange_slices_with(self, partner: int) -> list[Any]:
         """Send this rank's slices to a replica, and receive its slices; return the handles."""
         partner_rank = partner * self._ranks_per_replica + self._slice_index
-        messages = []
-        for flat_slice, incoming in zip(self._slices, self._partner_slices, strict=True):
+        operations = []
+        for flat_slice, partner_slice in zip(self._slices, self._partner_slices, strict=True):
             send = dist.P2POp(dist.isend, flat_slice, partner_rank, group=self._pair_group)
-            receive = dist.P2POp(dist.irecv, incoming, partner_rank, group=self._pair_group)
-            messages += [send, receive]
+            receive = dist.P2POp(dist.irecv, partner_slice, partner_rank, group=self._pair_group)
+            operations += [send, receive]
         # As one batch: a send and a receive in turn would deadlock with NCCL.
-        works: list[Any] = dist.batch_isend_irecv(messages)
-        return works
+        pending_messages: list[Any] = dist.batch_isend_irecv(operations)
+        return pending_messages
 
     @torch.no_grad()
     def _finish_round(self) -> None:

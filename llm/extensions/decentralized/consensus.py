@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.buckets import Bucket, bucket_groups
+from llm.parallel.buckets import Bucket, group_for_buckets
 
 
 class Consensus:
@@ -71,7 +71,7 @@ class Consensus:
             tensors: This replica's weights.
             local_weights: Another copy of them, which does not change.
         """
-        for group in bucket_groups(tensors):
+        for group in group_for_buckets(tensors):
             self._average_group(group)
         squares = torch.zeros(2, dtype=self._dtype, device=tensors[0].device)
         for weight, mean in zip(local_weights, tensors, strict=True):
@@ -91,7 +91,7 @@ class Consensus:
 
 
 @torch.no_grad()
-def read_mean(
+def load_replica_mean(
     tensors: Mapping[str, Tensor],
     read_replica: Callable[[int, Mapping[str, Tensor]], None],
     *,

@@ -18,7 +18,7 @@ from llm.checkpoint.format import MODEL_TENSORS, check_same_parameters, model_te
 from llm.errors import ParallelError
 from llm.extensions.decentralized.any_rank import FlagReducer
 from llm.extensions.decentralized.averaging import GossipAverager
-from llm.extensions.decentralized.consensus import Consensus, read_mean
+from llm.extensions.decentralized.consensus import Consensus, load_replica_mean
 from llm.extensions.decentralized.diloco import OuterOptimizer
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.parallel.base import AcceleratedStrategy, MakeOptimizer
@@ -55,6 +55,11 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._init_replicas(averaging, ranks_per_replica)
 
     def _init_replicas(self, averaging: Gossip | DiLoCo, ranks_per_replica: int) -> None:
+        """Find the replica of this rank.
+
+        Raises:
+            ParallelError: The ranks do not divide evenly into replicas.
+        """
         if self.world_size % ranks_per_replica:
             raise ParallelError(
                 f"--gossip_group nodes needs the same number of ranks on every node, and "
@@ -123,9 +128,9 @@ class DecentralizedStrategy(AcceleratedStrategy):
         self._averager.after_step()
         return norm, skipped
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+    def reduce_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Return flags set on any rank, without an all-reduce, which would wait for all ranks."""
-        return list(flags) if self.world_size == 1 else self._flag_reducer.any_rank(flags)
+        return list(flags) if self.world_size == 1 else self._flag_reducer.reduce_flags(flags)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Tensor | None]:
@@ -225,7 +230,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
             _tensors_by_path("model", live_state["model"])
             | _tensors_by_path("averaging", averaging_state)
         )
-        read_mean(
+        load_replica_mean(
             _tensors_by_path("optimizer", live_state["optimizer"]),
             lambda replica, tensors: read_tensors(
                 {f"{replica_key(replica)}/{path}": tensor for path, tensor in tensors.items()}
@@ -253,10 +258,10 @@ class DecentralizedStrategy(AcceleratedStrategy):
         """Return the paths of buffers and mean weights: the next step needs the means' memory."""
         return {MODEL_TENSORS + name for name in model_tensors(self.model)}
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def gather_full_state_dict(self) -> dict[str, Tensor]:
         """Return the mean model's parameters and buffers on rank 0's host; every rank calls it."""
         with self.averaged():
-            return super().full_state_dict()
+            return super().gather_full_state_dict()
 
     def close(self) -> None:
         """Wait for messages in flight, and leave the process groups."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.decentralized.modes import DiLoCo
-from llm.parallel.buckets import Bucket, bucket_groups
+from llm.parallel.buckets import Bucket, group_for_buckets
 
 
 class OuterOptimizer:
@@ -35,7 +35,7 @@ class OuterOptimizer:
         self._num_inner_steps = torch.zeros((), dtype=torch.int64)
         self._start_weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start_weights.items()}
-        self._buckets = [Bucket(group) for group in bucket_groups(list(tensors.values()))]
+        self._buckets = [Bucket(group) for group in group_for_buckets(list(tensors.values()))]
 
     def before_step(self) -> None:
         """Before the first inner step, store the weights that all replicas start from."""

@@ -75,7 +75,7 @@ class DecentralizedOptions(CoreConfig):
     OPTIMIZERS: ClassVar[Mapping[str, OptimizerKind]] = {"accumadamw": ELEMENTWISE_WITH_BETAS}
 
     @property
-    def several_models(self) -> str | None:
+    def replica_option(self) -> str | None:
         """The option that gives ranks separate weights; None if they train one model."""
         mode = self.data_parallel
         return None if mode == "allreduce" else f"--data_parallel {mode}"
@@ -84,7 +84,7 @@ class DecentralizedOptions(CoreConfig):
 class DecentralizedExtension(Extension[DecentralizedOptions]):
     """Trains replicas of the model."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
         options = self.options
         optimizer, mode = options.optimizer, options.data_parallel
@@ -107,9 +107,9 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 f"--optimizer {optimizer} was not tried on ranks with separate weights, as with "
                 f"--data_parallel {mode}; choose another optimizer."
             )
-        return [*problems, *self._size_problems()]
+        return [*problems, *self._find_size_problems()]
 
-    def _size_problems(self) -> list[str]:
+    def _find_size_problems(self) -> list[str]:
         """Return a sentence for each size that does not go with replicas."""
         options = self.options
         mode, sizes = options.data_parallel, sizes_above_one(options)
@@ -133,7 +133,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 )
         return problems
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Refuse to continue a checkpoint of one model with several, or the other way round.
 
         Raises:
@@ -155,7 +155,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
                 "weights with --init_from."
             )
 
-    def layout(
+    def make_layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
     ) -> "ReplicaLayout | None":
         """Return the layout of replicas; None if all ranks train one model.
@@ -175,7 +175,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             num_replicas = ranks // ranks_per_replica
             rounds = make_rounds(
                 options.topology,
-                ranks=num_replicas,
+                num_ranks=num_replicas,
                 ranks_per_node=ranks_per_node // ranks_per_replica,
             )
             averaging = Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
@@ -200,7 +200,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
     def _ranks_per_replica(self, ranks: int, ranks_per_node: int) -> int:
         """Return the ranks of a replica of gossip: one, or all ranks of a node."""
         options = self.options
-        check_topology("complete", ranks=ranks, ranks_per_node=ranks_per_node)
+        check_topology("complete", num_ranks=ranks, ranks_per_node=ranks_per_node)
         if options.gossip_group == "world":
             return 1
         shard_size = options.data_parallel_shard_size
@@ -249,7 +249,9 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             f"momentum {options.outer_momentum:g})"
         )
 
-    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: "Layout | None"
+    ) -> "OptimizerFactory | None":
         """Return what makes AccumAdamW; None for another optimizer."""
         from llm.extensions.decentralized.replicas import ReplicaLayout
 

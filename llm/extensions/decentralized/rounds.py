@@ -19,12 +19,12 @@ Round = tuple[tuple[int, ...], ...]
 """Disjoint groups that cover all ranks; a group of one rank keeps its weights."""
 
 
-def check_topology(topology: str, *, ranks: int, ranks_per_node: int) -> None:
+def check_topology(topology: str, *, num_ranks: int, ranks_per_node: int) -> None:
     """Refuse a number of ranks that a topology does not support.
 
     Args:
         topology: One of `TOPOLOGIES`.
-        ranks: Number of ranks that average with each other.
+        num_ranks: Number of ranks that average with each other.
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
@@ -32,26 +32,26 @@ def check_topology(topology: str, *, ranks: int, ranks_per_node: int) -> None:
     """
     if topology not in TOPOLOGIES:
         raise ConfigError(f"--topology {topology} is none of {', '.join(TOPOLOGIES)}.")
-    if ranks_per_node < 1 or ranks % ranks_per_node:
+    if ranks_per_node < 1 or num_ranks % ranks_per_node:
         raise ConfigError(
-            f"{ranks} ranks cannot be spread over nodes of {ranks_per_node}; start the same number "
-            "of ranks on every node."
+            f"{num_ranks} ranks cannot be spread over nodes of {ranks_per_node}; start the same "
+            "number of ranks on every node."
         )
-    if topology == "exp" and not _is_power_of_two(ranks):
+    if topology == "exp" and not _is_power_of_two(num_ranks):
         raise ConfigError(
             f"--topology exp takes a power of two of ranks, or of nodes where these average "
-            f"({_powers_around(ranks)}), not {ranks}; ring and complete take any number."
+            f"({_powers_around(num_ranks)}), not {num_ranks}; ring and complete take any number."
         )
-    nodes = ranks // ranks_per_node
-    if topology == "alternating-exp-ring" and not _is_power_of_two(nodes):
+    num_nodes = num_ranks // ranks_per_node
+    if topology == "alternating-exp-ring" and not _is_power_of_two(num_nodes):
         raise ConfigError(
             f"--topology alternating-exp-ring takes a power of two of nodes "
-            f"({_powers_around(nodes)}), not {nodes} ({ranks} ranks in nodes of {ranks_per_node}); "
-            "ring and complete take any number."
+            f"({_powers_around(num_nodes)}), not {num_nodes} ({num_ranks} ranks in nodes of "
+            f"{ranks_per_node}); ring and complete take any number."
         )
 
 
-def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[Round]:
+def make_rounds(topology: str, *, num_ranks: int, ranks_per_node: int = 1) -> list[Round]:
     """Return the rounds of one period.
 
     - complete: all ranks in one group. All are equal after one round.
@@ -65,54 +65,57 @@ def make_rounds(topology: str, *, ranks: int, ranks_per_node: int = 1) -> list[R
 
     Args:
         topology: One of `TOPOLOGIES`.
-        ranks: Number of ranks that average with each other.
+        num_ranks: Number of ranks that average with each other.
         ranks_per_node: Number of consecutive ranks on each node.
 
     Raises:
         ConfigError: The topology does not allow that number of ranks.
     """
-    check_topology(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+    check_topology(topology, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if topology == "alternating-exp-ring":
-        return _alternating_rounds(ranks // ranks_per_node, ranks_per_node)
-    if topology == "complete" or ranks <= 2:
-        return [(tuple(range(ranks)),)]
-    return _exponential_rounds(ranks) if topology == "exp" else _ring_rounds(ranks)
+        return _make_alternating_rounds(num_ranks // ranks_per_node, ranks_per_node)
+    if topology == "complete" or num_ranks <= 2:
+        return [(tuple(range(num_ranks)),)]
+    return (
+        _make_exponential_rounds(num_ranks) if topology == "exp" else _make_ring_rounds(num_ranks)
+    )
 
 
-def _exponential_rounds(ranks: int) -> list[Round]:
-    distances = [2**i for i in range(ranks.bit_length() - 1)]
+def _make_exponential_rounds(num_ranks: int) -> list[Round]:
+    distances = [2**i for i in range(num_ranks.bit_length() - 1)]
     return [
-        tuple((rank, rank ^ distance) for rank in range(ranks) if rank < rank ^ distance)
+        tuple((rank, rank ^ distance) for rank in range(num_ranks) if rank < rank ^ distance)
         for distance in distances
     ]
 
 
-def _ring_rounds(ranks: int) -> list[Round]:
-    if ranks % 2 == 0:
-        even = tuple((rank, rank + 1) for rank in range(0, ranks, 2))
-        odd = tuple(_sorted_pair(rank, (rank + 1) % ranks) for rank in range(1, ranks, 2))
+def _make_ring_rounds(num_ranks: int) -> list[Round]:
+    if num_ranks % 2 == 0:
+        even = tuple((rank, rank + 1) for rank in range(0, num_ranks, 2))
+        odd = tuple(_sorted_pair(rank, (rank + 1) % num_ranks) for rank in range(1, num_ranks, 2))
         return [even, odd]
     # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
     return [
         (
             (idle_rank,),
             *(
-                _sorted_pair((idle_rank + step) % ranks, (idle_rank + step + 1) % ranks)
-                for step in range(1, ranks, 2)
+                _sorted_pair((idle_rank + step) % num_ranks, (idle_rank + step + 1) % num_ranks)
+                for step in range(1, num_ranks, 2)
             ),
         )
-        for idle_rank in range(ranks)
+        for idle_rank in range(num_ranks)
     ]
 
 
-def _alternating_rounds(nodes: int, ranks_per_node: int) -> list[Round]:
+def _make_alternating_rounds(num_nodes: int, ranks_per_node: int) -> list[Round]:
     ranks_by_node = [
-        tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)) for node in range(nodes)
+        tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node))
+        for node in range(num_nodes)
     ]
-    if nodes == 1:
+    if num_nodes == 1:
         return [tuple(ranks_by_node)]
     rounds = []
-    for pairs in _exponential_rounds(nodes):
+    for pairs in _make_exponential_rounds(num_nodes):
         for parity in range(2):
             groups: list[tuple[int, ...]] = []
             for pair_index, (node, partner) in enumerate(pairs):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import Gossip
 from llm.parallel.dims import ParallelDims
-from llm.parallel.fsdp import ShardedStrategy, as_dtensor, local_tensor, reshard
+from llm.parallel.fsdp import ShardedStrategy, local_tensor, reshard, wrap_as_dtensor
 from llm.parallel.options import ParallelOptions
 
 
@@ -76,7 +76,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     def _mean_weights(self) -> dict[str, Tensor]:
         live: dict[str, Tensor] = dict(self.model.named_parameters())
         return {
-            name: self._replicate_shard(as_dtensor(mean, like=live[name]))
+            name: self._replicate_shard(wrap_as_dtensor(mean, like=live[name]))
             for name, mean in super()._mean_weights().items()
         }
 

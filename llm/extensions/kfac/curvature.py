@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.extensions.kfac.distribution import Exchange, assign
+from llm.extensions.kfac.distribution import Exchange, assign_factors
 from llm.extensions.kfac.factors import Factor, LayerToRecord, UpdateTimes, record_layers
 from llm.extensions.kfac.layers import Coverage, Layer
-from llm.extensions.matrix_optim.eigenbases import Solution, eigenbasis, power_iteration
+from llm.extensions.matrix_optim.eigenbases import Solution, compute_eigenbasis, power_iteration
 from llm.extensions.matrix_optim.matrix_owners import FactorRanks
 from llm.runtime.float32 import full_float32
 
 Method = Literal["ekfac", "eigen"]
 
 
-def is_due(interval: int, step: int, phase: float = 0.0) -> bool:
+def is_update_due(interval: int, step: int, phase: float = 0.0) -> bool:
     """Return whether an update is due at this step.
 
     At the start it is due more often, once in each of the windows 0, 1, 2-3, 4-7, 8-15, ...: the
@@ -114,10 +114,10 @@ class Curvature:
         }
         # Layers that share A are needed together.
         input_names = dict.fromkeys(layer.input_name for layer in self.layers)
-        self._assignment = assign(
+        self._assignment = assign_factors(
             {group: costs[group] for group in input_names},
             world_size=ranks.size,
-            is_joint=not self.is_replicated,
+            keeps_groups_together=not self.is_replicated,
             model_groups=costs,
         )
         self.exchange = Exchange(self._assignment, ranks, broadcasts_bases=self.is_replicated)
@@ -177,21 +177,22 @@ class Curvature:
         if not self._recorded_factors:
             yield  # Without hooks, a compiled model runs compiled.
             return
-        with record_layers(self._layers_to_record(), self._update_times):
+        with record_layers(self._select_recorded_layers(), self._update_times):
             yield
 
-    def _layers_to_record(self) -> list[LayerToRecord]:
+    def _select_recorded_layers(self) -> list[LayerToRecord]:
         """Return the layers with factors that this step records."""
-        layers = []
+        recorded_layers = []
         for layer in self.layers:
             input_factor, output_factor = (
-                f if f in self._recorded_factors else None for f in self.factors_of(layer)
+                factor if factor in self._recorded_factors else None
+                for factor in self.factors_of(layer)
             )
             if layer.input_name != layer.name:
                 input_factor = None  # The first of the layers with this input records it.
             if input_factor is not None or output_factor is not None:
-                layers.append(LayerToRecord(layer, input_factor, output_factor))
-        return layers
+                recorded_layers.append(LayerToRecord(layer, input_factor, output_factor))
+        return recorded_layers
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> dict[str, list[Tensor]]:
@@ -210,7 +211,7 @@ class Curvature:
         if self._recorded_factors:
             with self._update_times.measure("factor"):
                 self._average_factors(found_inf)
-        due_factors = [factor for factor in self.factors if self._is_due(factor)]
+        due_factors = [factor for factor in self.factors if self._is_update_due(factor)]
         rotations: dict[str, list[Tensor]] = {}
         if due_factors:
             with self._update_times.measure("inv"):
@@ -235,11 +236,11 @@ class Curvature:
         """Return whether this step's tokens go into a factor's average."""
         # Record a factor at the step that decomposes it, so that its basis is up to date.
         offset = int(self._update_phase(factor) * self._inv_update_steps)
-        return (self.steps - offset) % self._factor_update_steps == 0 or self._is_due(factor)
+        return (self.steps - offset) % self._factor_update_steps == 0 or self._is_update_due(factor)
 
-    def _is_due(self, factor: Factor) -> bool:
+    def _is_update_due(self, factor: Factor) -> bool:
         """Return whether a factor is decomposed at this step."""
-        return is_due(self._inv_update_steps, self.steps, self._update_phase(factor))
+        return is_update_due(self._inv_update_steps, self.steps, self._update_phase(factor))
 
     def _update_phase(self, factor: Factor) -> float:
         return self._assignment.phase_by_factor[factor.name] if self._is_spread else 0.0
@@ -259,11 +260,13 @@ class Curvature:
                 self._num_fallbacks += self._decompose_factor(factor, found_inf)
         self.exchange.broadcast_bases(due_factors)
         return {
-            name: [
-                old.T @ new
-                for old, new in zip(bases, self._factor_by_name[name].bases, strict=True)
+            factor_name: [
+                old_basis.T @ new_basis
+                for old_basis, new_basis in zip(
+                    old_blocks, self._factor_by_name[factor_name].bases, strict=True
+                )
             ]
-            for name, bases in old_bases.items()
+            for factor_name, old_blocks in old_bases.items()
         }
 
     def _decompose_factor(self, factor: Factor, found_inf: Tensor | None) -> Tensor:
@@ -271,7 +274,7 @@ class Curvature:
         update_mask = factor.count > 0
         if found_inf is not None:
             update_mask = update_mask & (found_inf == 0)
-        needed_fallback = torch.zeros_like(factor.count)
+        fallback_flag = torch.zeros_like(factor.count)
         for average, basis, eigenvalues in zip(
             factor.averages(), factor.bases, factor.values, strict=True
         ):
@@ -279,17 +282,17 @@ class Curvature:
             # Selected on the device, so that the host does not wait for `found_inf`.
             basis.copy_(torch.where(update_mask, solution.basis, basis))
             eigenvalues.copy_(torch.where(update_mask, solution.values, eigenvalues))
-            needed_fallback = torch.maximum(
-                needed_fallback, (solution.fallback > 0) * update_mask.float()
+            fallback_flag = torch.maximum(
+                fallback_flag, (solution.fallback > 0) * update_mask.float()
             )
-        return needed_fallback
+        return fallback_flag
 
     def _solve_block(self, average: Tensor, basis: Tensor) -> Solution:
         """Decompose a block of a factor by the method; its previous basis is the start."""
         # A power iteration needs a basis near the eigenvectors, so the first decompositions are
         # exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
-            return eigenbasis(average, basis)
+            return compute_eigenbasis(average, basis)
         return power_iteration(average, basis)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -304,9 +307,9 @@ class Curvature:
             "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
             **self._update_times.pop_means(),
         }
-        return {**metrics, "condition": self._largest_condition()}
+        return {**metrics, "condition": self._compute_largest_condition()}
 
-    def _largest_condition(self) -> Tensor:
+    def _compute_largest_condition(self) -> Tensor:
         """Return the largest condition number of a factor on this rank; 1 without bases."""
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)

@@ -31,11 +31,11 @@ class Assignment:
     phase_by_factor: Mapping[str, float]
 
 
-def assign(
+def assign_factors(
     groups: Mapping[str, Mapping[str, float]],
     *,
     world_size: int,
-    is_joint: bool,
+    keeps_groups_together: bool,
     model_groups: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Assignment:
     """Give each factor an owner, the costliest first.
@@ -43,24 +43,24 @@ def assign(
     Args:
         groups: The cost of each factor by its name, in groups of factors that are needed together.
         world_size: Number of ranks.
-        is_joint: Whether one rank owns all factors of a group.
+        keeps_groups_together: Whether one rank owns all factors of a group.
         model_groups: The groups of the whole model, if `groups` belong to a pipeline stage.
     """
-    loads = [0.0] * world_size
+    cost_by_rank = [0.0] * world_size
     owner_by_factor: dict[str, int] = {}
     cost_by_group = {name: sum(costs.values()) for name, costs in groups.items()}
     for group, _ in _sort_by_cost(cost_by_group):
-        owner = loads.index(min(loads))
+        owner = cost_by_rank.index(min(cost_by_rank))
         for factor, cost in _sort_by_cost(groups[group]):
-            if not is_joint:
-                owner = loads.index(min(loads))
+            if not keeps_groups_together:
+                owner = cost_by_rank.index(min(cost_by_rank))
             owner_by_factor[factor] = owner
-            loads[owner] += cost
-    phase_by_factor = _choose_phases((model_groups or groups).values())
+            cost_by_rank[owner] += cost
+    phase_by_factor = _spread_phases((model_groups or groups).values())
     return Assignment(owner_by_factor=owner_by_factor, phase_by_factor=phase_by_factor)
 
 
-def _choose_phases(groups: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _spread_phases(groups: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the position of each factor in the update interval, spread by cost.
 
     It does not depend on the number of ranks, so this number does not affect a run's results.
@@ -116,10 +116,10 @@ class Exchange:
             return {factor.name: factor.pop_step_sums() for factor in factors}
         sums_and_counts = {}
         for owner, owned_factors in self._group_by_owner(factors).items():
-            packed: list[Tensor] = []
+            packed_tensors: list[Tensor] = []
             for factor in owned_factors:
-                packed += _pack_triangles(*factor.pop_step_sums())
-            flat = torch.cat(packed)
+                packed_tensors += _pack_triangles(*factor.pop_step_sums())
+            flat = torch.cat(packed_tensors)
             if ranks.size > 1:
                 dist.reduce(flat, group=ranks.group, group_dst=owner)
             if owner == ranks.rank:
@@ -150,8 +150,8 @@ class Exchange:
             ]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, src=owner)
-            received = flat.split([tensor.numel() for tensor in tensors])
-            for tensor, values in zip(tensors, received, strict=True):
+            received_values = flat.split([tensor.numel() for tensor in tensors])
+            for tensor, values in zip(tensors, received_values, strict=True):
                 tensor.copy_(values.view(tensor.shape))
 
     def _group_by_owner(self, factors: Sequence[Factor]) -> dict[int, list[Factor]]:

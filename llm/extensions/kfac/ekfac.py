@@ -11,7 +11,7 @@ from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
 from llm.extensions.kfac.units import CoveredUnits, joint_bases
 from llm.extensions.matrix_optim.eigenbases import Blocks, rotate, rotate_back
-from llm.extensions.matrix_optim.fused import joint_state, matrix_state
+from llm.extensions.matrix_optim.fused import join_states, matrix_state
 from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
@@ -85,18 +85,18 @@ class EKFAC(MatrixOptimizer):
         super().__init__(groups, defaults)
         self.curvature = curvature
         self._nesterov = nesterov
-        self._covered = CoveredUnits(curvature, matrix_owners)
-        self.units = list(self._covered.layers)
-        self._unit_of = {
-            layer: unit for unit, layers in self._covered.layers.items() for layer in layers
+        self._covered_units = CoveredUnits(curvature, matrix_owners)
+        self.units = list(self._covered_units.layers)
+        self._unit_by_layer = {
+            layer: unit for unit, layers in self._covered_units.layers.items() for layer in layers
         }
         self._separate_groups()
         # Created here instead of in the first step, so that a checkpoint can be loaded.
-        for unit, layers in self._covered.layers.items():
+        for unit, layers in self._covered_units.layers.items():
             # Empty for moments on other ranks: a checkpoint has the names of all.
-            has_moments = self._covered.computes_update(unit)
+            has_moments = self._covered_units.computes_update(unit)
             self.state.update(
-                _new_state(layers) if has_moments else {p: {} for p in unit.parameters}
+                _make_layer_state(layers) if has_moments else {p: {} for p in unit.parameters}
             )
         self._make_moments_adjacent()
         self._soap = make_soap() if make_soap else None
@@ -123,17 +123,17 @@ class EKFAC(MatrixOptimizer):
             with torch.enable_grad():
                 loss = closure()
         rotations, group_by_param = self.curvature.update(self.found_inf), groups_of(self)
-        for unit, layers in self._covered.layers.items():
-            if self._covered.computes_update(unit):
+        for unit, layers in self._covered_units.layers.items():
+            if self._covered_units.computes_update(unit):
                 for layer in layers:
                     self._rotate_moments(layer, rotations)
 
         def compute_update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
-            group = group_by_param[self._unit_of[layers[0]].weight]
-            return self._adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
+            group = group_by_param[self._unit_by_layer[layers[0]].weight]
+            return self._compute_adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
 
         update_mask = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        for updates in self._covered.updates(compute_update):
+        for updates in self._covered_units.compute_updates(compute_update):
             _apply_updates(updates, group_by_param, update_mask)
         if self._soap is None:
             self._step_adamw()
@@ -143,7 +143,7 @@ class EKFAC(MatrixOptimizer):
 
     def _step_soap(self, soap: SOAP) -> None:
         """Update the parameters outside of covered layers by SOAP."""
-        covered = {p for unit in self._covered.layers for p in unit.parameters}
+        covered = {p for unit in self._covered_units.layers for p in unit.parameters}
         # Look these up in each step: a strategy that shards weights has replaced both.
         soap.state = self.state
         soap.param_groups = [g for g in self.param_groups if covered.isdisjoint(g["params"])]
@@ -152,16 +152,16 @@ class EKFAC(MatrixOptimizer):
 
     def _make_moments_adjacent(self) -> None:
         """Make the moments and bases of equal layers adjacent in memory, as stacks."""
-        for units in self._covered.batches():
+        for units in self._covered_units.batches():
             make_adjacent([self.state[unit.weight] for unit in units])
             for unit in units:  # The bias's state has the first part's step.
-                layer = self._covered.layers[unit][0]
+                layer = self._covered_units.layers[unit][0]
                 for parameter in unit.parameters[1:]:
-                    self.state[parameter]["step"] = self._state_of(layer)["step"]
-        self._covered.make_bases_adjacent()
+                    self.state[parameter]["step"] = self._layer_state(layer)["step"]
+        self._covered_units.make_bases_adjacent()
 
-    def _state_of(self, layer: Layer) -> dict[str, Tensor]:
-        return matrix_state(self.state[self._unit_of[layer].weight], layer.part)
+    def _layer_state(self, layer: Layer) -> dict[str, Tensor]:
+        return matrix_state(self.state[self._unit_by_layer[layer].weight], layer.part)
 
     def _rotate_moments(self, layer: Layer, rotations: dict[str, list[Tensor]]) -> None:
         """Express the moments in a basis that has just changed."""
@@ -170,40 +170,40 @@ class EKFAC(MatrixOptimizer):
         column_rotation = rotations.get(input_factor.name)
         if row_rotation is None and column_rotation is None:
             return
-        state = self._state_of(layer)
+        state = self._layer_state(layer)
         first_moment, second_moment = state["exp_avg"], state["exp_avg_sq"]
         self._overwrite_state(
-            first_moment, _zero_noise(rotate(first_moment, row_rotation, column_rotation))
+            first_moment, _zero_rounding_errors(rotate(first_moment, row_rotation, column_rotation))
         )
         self._overwrite_state(
             second_moment,
             rotate(second_moment, _square_blocks(row_rotation), _square_blocks(column_rotation)),
         )
 
-    def _adamw_updates(
+    def _compute_adamw_updates(
         self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]
     ) -> Tensor:
         """Return AdamW's updates in the eigenbasis, without weight decay.
 
         Args:
             layers: Equal layers.
-            gradients: As `Layer.matrix` returns them, stacked.
+            gradients: As `Layer.make_gradient_matrix` returns them, stacked.
             group: Their parameter group, without weight decay.
         """
         input_factors, output_factors = zip(*map(self.curvature.factors_of, layers), strict=True)
         row_bases, column_bases = joint_bases(output_factors), joint_bases(input_factors)
-        rotated = _zero_noise(rotate(gradients, row_bases, column_bases))
-        states = [self._state_of(layer) for layer in layers]
+        rotated_gradients = _zero_rounding_errors(rotate(gradients, row_bases, column_bases))
+        states = [self._layer_state(layer) for layer in layers]
         if self._nesterov:
-            with stacked_state(states) as joint:
+            with stacked_state(states) as stacked_tensors:
                 # One per matrix, broadcast over rows and columns.
-                state = joint | {"step": joint["step"].view(-1, 1, 1)}
-                updates = nesterov_step(group, rotated, state, self.found_inf)
+                state = stacked_tensors | {"step": stacked_tensors["step"].view(-1, 1, 1)}
+                updates = compute_nesterov_step(group, rotated_gradients, state, self.found_inf)
         else:
             # AdamW applied to a zero weight gives its step, or zero if the step is skipped.
-            updates = torch.zeros_like(rotated)
+            updates = torch.zeros_like(rotated_gradients)
             state_by_update = dict(zip(updates.unbind(), states, strict=True))
-            for update, gradient in zip(state_by_update, rotated.unbind(), strict=True):
+            for update, gradient in zip(state_by_update, rotated_gradients.unbind(), strict=True):
                 update.grad = gradient
             adamw_step(group, list(state_by_update), state_by_update, self.found_inf)
         return rotate_back(updates, row_bases, column_bases)
@@ -236,7 +236,7 @@ def _apply_updates(
         torch._foreach_add_(parameters, parameter_updates)
 
 
-def nesterov_step(
+def compute_nesterov_step(
     group: Mapping[str, Any],
     gradient: Tensor,
     state: Mapping[str, Tensor],
@@ -264,7 +264,7 @@ def nesterov_step(
     return update
 
 
-def _zero_noise(rotated: Tensor) -> Tensor:
+def _zero_rounding_errors(rotated: Tensor) -> Tensor:
     """Set entries that are only rounding errors to zero, in place.
 
     AdamW would enlarge them to a full step. Layers in front of a LayerNorm or a softmax have
@@ -280,7 +280,7 @@ def _square_blocks(blocks: Blocks) -> Blocks:
     return None if blocks is None else [block.square() for block in blocks]
 
 
-def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
+def _make_layer_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of a weight's layers before the first step, by weight and bias.
 
     A bias has the last column of the moments.
@@ -290,5 +290,5 @@ def _new_state(layers: Sequence[Layer]) -> dict[Tensor, dict[str, Tensor]]:
         shape = (*weight.shape[:-2], layer.rows, layer.columns)
         dtype = weight.dtype if shape == weight.shape else torch.float32
         states[layer.part] = adamw_state(torch.empty(shape, dtype=dtype, device=weight.device))
-    state, step = joint_state(states), states[layers[0].part]["step"]
+    state, step = join_states(states), states[layers[0].part]["step"]
     return {p: state if p is weight else {"step": step} for p in layers[0].parameters}

@@ -71,7 +71,7 @@ class Factor:
         """
         if self._step_sums is None:
             self._step_sums = self._zero_blocks()
-        products = [gram(block) for block in rows.split(self.widths, dim=1)]
+        products = [gram_matrix(block) for block in rows.split(self.widths, dim=1)]
         # The trace of x x^T bounds all its entries, so one scalar tells whether all are finite.
         is_finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
         for step_sum, product in zip(self._step_sums, products, strict=True):
@@ -129,7 +129,7 @@ class Factor:
         return tensors
 
 
-def gram(rows: Tensor) -> Tensor:
+def gram_matrix(rows: Tensor) -> Tensor:
     """Return rows^T @ rows, exactly symmetric; computes little more than half of a wide product.
 
     Args:
@@ -296,7 +296,7 @@ def _record_tokens(
     with (
         update_times.measure("factor", ends_update=False),
         full_precision,
-        _hidden_from_recomputation(),
+        _hide_from_recomputation(),
     ):
         rows = vectors.detach().flatten(0, -2).float()
         if appends_one:
@@ -305,7 +305,7 @@ def _record_tokens(
 
 
 @contextlib.contextmanager
-def _hidden_from_recomputation() -> Iterator[None]:
+def _hide_from_recomputation() -> Iterator[None]:
     """Hide operations of a hook from selective recomputation, which does not repeat them.
 
     Recomputation reads the stored results in the order of the forward pass, and would mistake a

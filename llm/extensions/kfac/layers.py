@@ -83,7 +83,7 @@ class Layer:
         """
         return self.fusion.split(outputs, 1)[self.part]
 
-    def matrix(self, gradients: Sequence[Tensor]) -> Tensor:
+    def make_gradient_matrix(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient in fp32, with the bias as the last column.
 
         Args:
@@ -92,18 +92,18 @@ class Layer:
         Returns:
             [rows, columns], or [experts, rows, columns] for a stack; may be a view.
         """
-        front = gradients[0].ndim - self.weight.ndim
-        weight = self.fusion.split(gradients[0], self.fusion.dim + front)[self.part]
+        num_leading_dims = gradients[0].ndim - self.weight.ndim
+        weight = self.fusion.split(gradients[0], self.fusion.dim + num_leading_dims)[self.part]
         weight = weight.mT if self.transposed else weight
         if len(gradients) == 1:
             return weight.float()
-        bias = self.fusion.split(gradients[1], front)[self.part]
+        bias = self.fusion.split(gradients[1], num_leading_dims)[self.part]
         return torch.cat([weight, bias.unsqueeze(-1)], dim=-1).float()
 
     def gradient(self) -> Tensor | None:
-        """Return the `matrix` of the present gradients; None if the weight has no gradient."""
+        """Return the matrix of the present gradients; None if the weight has no gradient."""
         gradients = gradients_of(self.parameters)
-        return None if gradients is None else self.matrix(gradients)
+        return None if gradients is None else self.make_gradient_matrix(gradients)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """Return views of a matrix in the layout of weight and bias, ordered as `parameters`."""
@@ -166,11 +166,11 @@ class Coverage:
         return "\n".join(lines)
 
 
-def find_layers(
+def find_covered_layers(
     model: nn.Module,
     *,
     skip_layers: Sequence[str] = (),
-    stacks: bool = True,
+    covers_stacks: bool = True,
     fusions: Mapping[nn.Parameter, Fusion] | None = None,
     sample_forward: Callable[[nn.Module], Any] | None = None,
 ) -> Coverage:
@@ -181,7 +181,7 @@ def find_layers(
     Args:
         model: The model, not wrapped.
         skip_layers: Regular expressions; layers with matching names are skipped.
-        stacks: Whether to cover stacks of experts.
+        covers_stacks: Whether to cover stacks of experts.
         fusions: Fused weights; each of their matrices becomes a layer.
         sample_forward: Runs the model once on any input, without gradients, to find layers that
             read the same tensor and so share a factor. None: no layers share one.
@@ -189,7 +189,7 @@ def find_layers(
     Raises:
         ConfigError: No layer is covered, or a pattern is invalid or matches no layer.
     """
-    layers, skipped = _divide_modules(model, skip_layers=skip_layers, stacks=stacks)
+    layers, skipped = _select_layers(model, skip_layers=skip_layers, covers_stacks=covers_stacks)
     layers = [part for layer in layers for part in _split_fused_layer(layer, fusions or {})]
     if not layers:
         raise ConfigError(
@@ -231,24 +231,26 @@ def _split_fused_layer(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> 
     ]
 
 
-def _divide_modules(
-    model: nn.Module, *, skip_layers: Sequence[str], stacks: bool
+def _select_layers(
+    model: nn.Module, *, skip_layers: Sequence[str], covers_stacks: bool
 ) -> tuple[list[Layer], dict[str, str]]:
     """Return the covered layers, and the reason why each other module is not covered, by name."""
     patterns = [_compile_pattern(pattern) for pattern in skip_layers]
     unmatched_patterns = set(skip_layers)
-    num_uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    num_uses_by_param = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     head = output_head(model)
     layers: list[Layer] = []
-    skipped: dict[str, str] = {}
+    reason_by_name: dict[str, str] = {}
     for name, module in model.named_modules():
         weight_names = [weight_name for weight_name, _ in module.named_parameters(recurse=False)]
         if not weight_names:
             continue
         is_linear = _is_conv1d(module) or isinstance(module, nn.Linear)
-        reason = None if is_linear else _module_skip_reason(module, stacks=stacks)
-        if reason is not None:
-            skipped[name] = reason
+        module_reason = (
+            None if is_linear else _find_module_skip_reason(module, covers_stacks=covers_stacks)
+        )
+        if module_reason is not None:
+            reason_by_name[name] = module_reason
             continue
         for weight_name in ["weight"] if is_linear else weight_names:
             layer_name = name if is_linear else f"{name}.{weight_name}"
@@ -256,21 +258,21 @@ def _divide_modules(
                 pattern.pattern for pattern in patterns if pattern.search(layer_name)
             }
             unmatched_patterns -= matching_patterns
-            weight_reason = _weight_skip_reason(
-                module, weight_name, num_uses=num_uses, is_matched=bool(matching_patterns)
+            weight_reason = _find_weight_skip_reason(
+                module, weight_name, num_uses=num_uses_by_param, is_matched=bool(matching_patterns)
             )
             if module is head:
                 weight_reason = "since it is the output head"
             if weight_reason is None:
                 layers.append(_make_layer(layer_name, module, weight_name))
             else:
-                skipped[layer_name] = weight_reason
+                reason_by_name[layer_name] = weight_reason
     if unmatched_patterns:
         raise ConfigError(
             f"--kfac_skip_layers {min(unmatched_patterns)!r} matches no Linear or Conv1D layer of "
             "this model, nor a stack of experts; correct the pattern or leave it out."
         )
-    return layers, skipped
+    return layers, reason_by_name
 
 
 def _make_layer(name: str, module: nn.Module, weight_name: str) -> Layer:
@@ -301,14 +303,14 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _module_skip_reason(module: nn.Module, *, stacks: bool) -> str | None:
+def _find_module_skip_reason(module: nn.Module, *, covers_stacks: bool) -> str | None:
     """Return the reason why a nonlinear module is not covered; None for stacks of experts."""
     num_dims = {p.ndim for p in module.parameters(recurse=False)}
     # Stacks like Mixtral's experts in transformers 5; a convolution's weight only looks like one.
     if 3 not in num_dims or isinstance(module, nn.modules.conv._ConvNd):
         class_name = type(module).__name__
         return f"since it is {'an' if class_name[0] in 'AEIOU' else 'a'} {class_name}"
-    if not stacks:
+    if not covers_stacks:
         return "since it is a stack of experts"
     # Recording needs a module that can use torch's `linear` for each matrix.
     has_description = all(hasattr(module, name) for name in ("config", "is_transposed", "has_bias"))
@@ -317,7 +319,7 @@ def _module_skip_reason(module: nn.Module, *, stacks: bool) -> str | None:
     return "since its stack of experts is of another form"
 
 
-def _weight_skip_reason(
+def _find_weight_skip_reason(
     module: nn.Module, weight_name: str, *, num_uses: Counter[int], is_matched: bool
 ) -> str | None:
     """Return the reason why a weight is not covered, or None."""

@@ -17,9 +17,9 @@ from llm.extensions.kfac.kfac_settings import (
     kfac_method,
     preconditioner_options,
 )
-from llm.extensions.kfac.layers import Coverage, find_layers
+from llm.extensions.kfac.layers import Coverage, find_covered_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
-from llm.extensions.matrix_optim.fused import fused_weights
+from llm.extensions.matrix_optim.fused import find_fused_weights
 from llm.extensions.matrix_optim.matrices import ShardedMatrices
 from llm.extensions.matrix_optim.matrix_factories import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
@@ -139,7 +139,7 @@ class KFACFactory(OptimizerFactory):
 
     def inspect_model(self, model: nn.Module) -> None:
         """Find the covered layers of the whole model; it runs the model once."""
-        self._coverage = cover_model(self._options, model)
+        self._coverage = find_model_coverage(self._options, model)
         if self._options.optimizer == "soap":
             self._basis_weights = list_basis_weights(model)
 
@@ -154,17 +154,17 @@ class KFACFactory(OptimizerFactory):
         )
 
 
-def cover_model(options: KFACSettings, model: nn.Module) -> Coverage:
+def find_model_coverage(options: KFACSettings, model: nn.Module) -> Coverage:
     """Find the layers of a model that K-FAC covers; it runs the model once.
 
     Raises:
         ConfigError: No layer is covered, or a pattern matches none.
     """
-    return find_layers(
+    return find_covered_layers(
         model,
         skip_layers=options.kfac_skip_layers,
-        stacks=covers_stacks(options),
-        fusions=fused_weights(model) if covers_stacks(options) else {},
+        covers_stacks=covers_stacks(options),
+        fusions=find_fused_weights(model) if covers_stacks(options) else {},
         sample_forward=_sample_forward,
     )
 
@@ -191,7 +191,7 @@ def make_kfac(
             missing.
     """
     if coverage is None:
-        coverage = cover_model(options, model)
+        coverage = find_model_coverage(options, model)
     else:
         coverage = coverage.restrict_to_stage(model)
     intervals = _choose_intervals(options)
@@ -293,7 +293,7 @@ def _make_ekfac(
             basis_weights=basis_weights,
             excluded_params=covered_params,
         )
-        groups = split_groups(groups, covered_params, {}, None)
+        groups = split_groups(groups, covered_params, chosen_settings={}, other_settings=None)
     return EKFAC(
         groups,
         curvature,

@@ -29,7 +29,7 @@ class KFACOptions(KFACSettings):
     """K-FAC, a second-order method; see `llm.extensions.kfac`."""
 
     @property
-    def besides_optimizer(self) -> str | None:
+    def extra_optimizer_option(self) -> str | None:
         """K-FAC's option, if it is given: it trains the covered layers."""
         return "--kfac" if self.kfac else None
 
@@ -37,16 +37,18 @@ class KFACOptions(KFACSettings):
 class KFACExtension(Extension[KFACOptions]):
     """Makes K-FAC."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for each combination that nobody tried, or that cannot work."""
         options = self.options
         return [
-            *_method_problems(options),
-            *_optimizer_problems(options),
-            *_layout_problems(options),
+            *_find_method_problems(options),
+            *_find_optimizer_problems(options),
+            *_find_layout_problems(options),
         ]
 
-    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: "Layout | None"
+    ) -> "OptimizerFactory | None":
         """Return what makes K-FAC; None without it, and for an evaluation."""
         if not self.options.kfac or self.options.eval_only:  # an evaluation takes the weights only
             return None
@@ -66,7 +68,7 @@ class KFACExtension(Extension[KFACOptions]):
         return 0.0
 
 
-def _method_problems(options: KFACOptions) -> list[str]:
+def _find_method_problems(options: KFACOptions) -> list[str]:
     """Return a sentence for each option that the method or the library does not have."""
     problems = []
     if options.kfac_method not in (None, "eigen"):
@@ -94,7 +96,7 @@ def _method_problems(options: KFACOptions) -> list[str]:
     return problems
 
 
-def _optimizer_problems(options: KFACOptions) -> list[str]:
+def _find_optimizer_problems(options: KFACOptions) -> list[str]:
     """Return a sentence if the optimizer does not go with K-FAC or its method."""
     optimizer, problems = options.optimizer, []
     if options.kfac and optimizer == "soap" and kfac_method(options) != "ekfac":
@@ -114,14 +116,14 @@ def _optimizer_problems(options: KFACOptions) -> list[str]:
     return problems
 
 
-def _layout_problems(options: KFACOptions) -> list[str]:
+def _find_layout_problems(options: KFACOptions) -> list[str]:
     """Return a sentence for each option of layout or precision that does not go with K-FAC."""
     if not options.kfac:
         return []
     problems, sizes, precision = [], sizes_above_one(options), options.mixed_precision
-    if options.several_models is not None:
+    if options.replica_option is not None:
         problems.append(
-            f"--kfac needs the gradients of all ranks, which {options.several_models} does not "
+            f"--kfac needs the gradients of all ranks, which {options.replica_option} does not "
             "bring together; leave one of them out."
         )
     problems += [

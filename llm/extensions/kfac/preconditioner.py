@@ -46,8 +46,8 @@ class Preconditioner:
         matrix_owners: MatrixOwners | None = None,
     ) -> None:
         self.curvature = curvature
-        self._covered = CoveredUnits(curvature, matrix_owners)
-        self._covered.make_bases_adjacent()
+        self._covered_units = CoveredUnits(curvature, matrix_owners)
+        self._covered_units.make_bases_adjacent()
         self._parameters = list(parameters)
         self._damping = damping
         self._kl_clip = kl_clip
@@ -66,14 +66,16 @@ class Preconditioner:
         Args:
             learning_rate: Learning rate of this step, for the bound on the update.
         """
-        is_skipped = 1.0 - self._covered.all_finite(self._parameters)
+        is_skipped = 1.0 - self._covered_units.all_finite(self._parameters)
         self.curvature.update(is_skipped)
-        updates = itertools.chain.from_iterable(self._covered.updates(self._precondition_layers))
+        updates = itertools.chain.from_iterable(
+            self._covered_units.compute_updates(self._precondition_layers)
+        )
         results_by_unit = dict(updates)
         if not results_by_unit:
             return
-        inner_product = self._covered.inner_product(results_by_unit)
-        self.kl_scale = self._kl_scale_of(inner_product, learning_rate)
+        inner_product = self._covered_units.compute_inner_product(results_by_unit)
+        self.kl_scale = self._compute_kl_scale(inner_product, learning_rate)
         for unit, unit_results in results_by_unit.items():
             for parameter, result in zip(unit.parameters, unit_results, strict=True):
                 if (gradient := parameter.grad) is not None:
@@ -88,23 +90,27 @@ class Preconditioner:
         row_values = joint_eigenvalues(output_factors)
         column_values = joint_eigenvalues(input_factors)
         damping = self._damping * row_values.mean(dim=1) * column_values.mean(dim=1)
-        products = row_values.unsqueeze(2) * column_values.unsqueeze(1) + damping.view(-1, 1, 1)
+        damped_products = row_values.unsqueeze(2) * column_values.unsqueeze(1) + damping.view(
+            -1, 1, 1
+        )
         if gradients.ndim > 3:  # a stack of experts, with the same factors
-            products = products.unsqueeze(1)
-        rotated = rotate(gradients, row_bases, column_bases)
-        return _graft_norms(rotate_back(rotated / products, row_bases, column_bases), gradients)
+            damped_products = damped_products.unsqueeze(1)
+        rotated_gradients = rotate(gradients, row_bases, column_bases)
+        return _graft_norms(
+            rotate_back(rotated_gradients / damped_products, row_bases, column_bases), gradients
+        )
 
-    def _kl_scale_of(self, product: Tensor, learning_rate: float) -> Tensor:
+    def _compute_kl_scale(self, inner_product: Tensor, learning_rate: float) -> Tensor:
         """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
 
         Args:
-            product: The sum of <result, gradient>.
+            inner_product: The sum of <result, gradient>.
             learning_rate: Learning rate of this step.
         """
         if self._kl_clip is None:
             return torch.ones_like(self.kl_scale)
-        length = learning_rate**2 * product.abs()
-        scale = (self._kl_clip / length.clamp_min(1e-30)).sqrt()
+        kl_estimate = learning_rate**2 * inner_product.abs()
+        scale = (self._kl_clip / kl_estimate.clamp_min(1e-30)).sqrt()
         return scale.clamp(max=1.0)
 
     def metrics(self) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The weights of covered layers as units of whole matrices, and the owners of their updates."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,14 +13,14 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOwners,
     Unit,
     Updates,
-    batches,
+    batch_equal_units,
     gradients_of,
-    stacked,
+    stack_tensors,
 )
 
 Update = Callable[[Sequence[Layer], Tensor], Tensor]
-"""Computes the updates of equal layers from their gradients, in the form of `Layer.matrix`, stacked
-in a leading dimension."""
+"""Computes the updates of equal layers from their gradients, both stacked in a leading dimension as
+`Layer.make_gradient_matrix` returns them."""
 
 
 class CoveredUnits:
@@ -61,7 +62,7 @@ class CoveredUnits:
 
     def batches(self) -> list[list[Unit]]:
         """Return the units of this rank, with equal units together."""
-        return batches([unit for unit in self.layers if self.computes_update(unit)])
+        return batch_equal_units([unit for unit in self.layers if self.computes_update(unit)])
 
     def layers_by_part(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
         """Return the layers of equal units, for each matrix of a fused weight one per unit."""
@@ -72,44 +73,53 @@ class CoveredUnits:
 
         Query, key and value share the factor of their input, which is moved once.
         """
-        moved = set[Factor]()
+        moved_factors = set[Factor]()
         for units in self.batches():
             for layers in self.layers_by_part(units):
                 for factors in zip(*map(self._curvature.factors_of, layers), strict=True):
                     _stack_bases(
-                        [factor for factor in dict.fromkeys(factors) if factor not in moved]
+                        [factor for factor in dict.fromkeys(factors) if factor not in moved_factors]
                     )
-                    moved.update(factors)
+                    moved_factors.update(factors)
 
-    def updates(self, compute_update: Update) -> Iterator[Updates]:
+    def compute_updates(self, compute_update: Update) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
             compute_update: Called by the ranks that compute the units' updates.
         """
+        compute = partial(self._update_units, compute_update)
+        yield from self._matrix_owners.compute_updates(list(self.layers), compute)
 
-        def compute(units: Sequence[Unit], gradients: list[Tensor]) -> list[Tensor]:
-            matrices = {
-                layers[0]: compute_update(layers, layers[0].matrix(gradients))
-                for layers in self.layers_by_part(units)
-            }
-            return _join_updates(units[0], matrices)
+    def _update_units(
+        self, compute_update: Update, units: Sequence[Unit], gradients: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the stacked updates of the weights and biases of equal units.
 
-        yield from self._matrix_owners.updates(list(self.layers), compute)
+        Args:
+            compute_update: Returns the updates of equal layers, [units, rows, columns].
+            units: Equal units.
+            gradients: The stacked gradients of their weights and biases.
+        """
+        update_by_layer = {}
+        for layers in self.layers_by_part(units):
+            first_layer = layers[0]
+            update_by_layer[first_layer] = compute_update(
+                layers, first_layer.make_gradient_matrix(gradients)
+            )
+        return _join_updates(units[0], update_by_layer)
 
-    def inner_product(self, updates: Mapping[Unit, Sequence[Tensor]]) -> Tensor:
+    def compute_inner_product(self, updates: Mapping[Unit, Sequence[Tensor]]) -> Tensor:
         """Return the sum over all units and ranks of the products of updates and gradients.
 
         Args:
-            updates: As `updates` yields them; not empty.
+            updates: As `compute_updates` yields them; not empty.
         """
-        products = [
-            (update * gradient).sum()
-            for unit, unit_updates in updates.items()
-            for update, gradient in zip(
-                unit_updates, gradients_of(unit.parameters) or (), strict=True
-            )
-        ]
+        products = []
+        for unit, unit_updates in updates.items():
+            gradients = gradients_of(unit.parameters) or ()
+            for update, gradient in zip(unit_updates, gradients, strict=True):
+                products.append((update * gradient).sum())
         return self._matrix_owners.sum_over_ranks(torch.stack(products).sum())
 
     def all_finite(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -123,25 +133,28 @@ def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
     """Return the bases of equally wide factors, with corresponding blocks stacked."""
     if len(factors) == 1:
         return factors[0].bases
-    return [stacked(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)]
+    return [
+        stack_tensors(blocks) for blocks in zip(*(factor.bases for factor in factors), strict=True)
+    ]
 
 
 def joint_eigenvalues(factors: Sequence[Factor]) -> Tensor:
     """Return the eigenvalues of equally wide factors, [factors, size]."""
     blocks = zip(*(factor.values for factor in factors), strict=True)
-    return torch.cat([stacked(values) for values in blocks], dim=1)
+    return torch.cat([stack_tensors(values) for values in blocks], dim=1)
 
 
 def _stack_bases(factors: Sequence[Factor]) -> None:
     """Move the bases and eigenvalues of equally wide factors into one stack per block."""
     if len(factors) <= 1:
         return
-    for blocks_by_factor in zip(*([f.bases, f.values] for f in factors), strict=True):
+    bases_by_factor = [factor.bases for factor in factors]
+    eigenvalues_by_factor = [factor.values for factor in factors]
+    for blocks_by_factor in (bases_by_factor, eigenvalues_by_factor):
         for block_index, blocks in enumerate(zip(*blocks_by_factor, strict=True)):
-            for blocks_of_factor, tensor in zip(
-                blocks_by_factor, torch.stack(blocks).unbind(), strict=True
-            ):
-                blocks_of_factor[block_index] = tensor
+            stack = torch.stack(blocks)
+            for factor_blocks, block in zip(blocks_by_factor, stack.unbind(), strict=True):
+                factor_blocks[block_index] = block
 
 
 def _num_elements(curvature: Curvature, layer: Layer) -> int:
@@ -157,16 +170,18 @@ def _num_elements(curvature: Curvature, layer: Layer) -> int:
 def _join_updates(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
     """Return the updates of a unit's weight and bias from the updates of its matrices.
 
-    Undoes `Layer.matrix` for stacks of equal units.
+    Undoes `Layer.make_gradient_matrix` for stacks of equal units.
 
     Args:
         unit: One of the units.
         matrices: The updates by layer, [units, rows, columns].
     """
+    # For each matrix its updates of weight and bias; without a bias there is only the former.
     weights_and_biases = [layer.split(matrix) for layer, matrix in matrices.items()]
-    dims = (1 + unit.fusion.dim, 1)  # of the outputs of weights and of biases
+    output_dims = (1 + unit.fusion.dim, 1)  # of weights, and of biases
     part_names = [layer.part for layer in matrices]
-    return [
-        unit.fusion.join(dict(zip(part_names, parts, strict=True)), dim)
-        for dim, *parts in zip(dims, *weights_and_biases, strict=False)
-    ]
+    updates = []
+    for output_dim, *parts in zip(output_dims, *weights_and_biases, strict=False):
+        part_by_name = dict(zip(part_names, parts, strict=True))
+        updates.append(unit.fusion.join(part_by_name, output_dim))
+    return updates

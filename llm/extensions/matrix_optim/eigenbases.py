@@ -31,7 +31,7 @@ class Solution(NamedTuple):
 
 
 @full_float32()
-def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
+def compute_eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
     """Decompose a symmetric matrix, with fallbacks; the largest eigenvalue comes first.
 
     If it fails, it is retried with some weight on the diagonal, then in float64; after that the
@@ -41,9 +41,9 @@ def eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
         matrix: [n, n], fp32.
         previous: [n, n], the previous basis.
     """
-    for fallback, attempt in enumerate(_regularized_matrices(matrix)):
+    for fallback, regularized_matrix in enumerate(_regularize_matrix(matrix)):
         try:
-            values, vectors = torch.linalg.eigh(attempt)
+            values, vectors = torch.linalg.eigh(regularized_matrix)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
         # On a CPU, a decomposition that did not converge may return NaN without an error.
@@ -94,8 +94,8 @@ def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
         column_bases: Blocks of a matrix [columns, columns].
     """
     if _may_use_tf32(matrix.device):
-        column_rotated = _multiply_blocks(matrix, column_bases, product_of_three, dim=-1)
-        return _multiply_blocks(column_rotated, row_bases, product_of_three, dim=-2)
+        column_rotated = _multiply_blocks(matrix, column_bases, multiply_in_three_products, dim=-1)
+        return _multiply_blocks(column_rotated, row_bases, multiply_in_three_products, dim=-2)
     with full_float32():
         column_rotated = _multiply_blocks(matrix, column_bases, torch.matmul, dim=-1)
         return _multiply_blocks(column_rotated, row_bases, torch.matmul, dim=-2)
@@ -109,7 +109,7 @@ def _may_use_tf32(device: torch.device) -> bool:
     return allowed and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def product_of_three(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply_in_three_products(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b in float32 from three TF32 products, which are faster than one in float32.
 
     Each factor is split into a TF32 part and a remainder. The product of both remainders, 2^-22 of
@@ -143,7 +143,7 @@ def rotate_back(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tens
     return _multiply_blocks(column_rotated, row_bases, torch.matmul, dim=-2)
 
 
-def _regularized_matrices(matrix: Tensor) -> list[Tensor]:
+def _regularize_matrix(matrix: Tensor) -> list[Tensor]:
     """Return the matrix, the matrix with some weight on the diagonal, and the latter in float64."""
     # Exactly symmetric, because eigh reads only one triangle.
     matrix = (matrix + matrix.T) / 2
@@ -178,18 +178,20 @@ def _multiply_blocks(
     matrix: Tensor, blocks: Blocks, multiply: Callable[..., Tensor], *, dim: Literal[-1, -2]
 ) -> Tensor:
     """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""
-
-    def multiply_block(values: Tensor, block: Tensor, **out: Tensor) -> Tensor:
-        return multiply(values, block, **out) if dim == -1 else multiply(block.mT, values, **out)
-
     if blocks is None:
         return matrix
     if len(blocks) == 1:
-        return multiply_block(matrix, blocks[0])
+        (block,) = blocks
+        return multiply(matrix, block) if dim == -1 else multiply(block.mT, matrix)
     product = torch.empty_like(matrix)
     widths = [block.shape[-1] for block in blocks]
-    slices = zip(matrix.split(widths, dim), blocks, product.split(widths, dim), strict=True)
-    for values, block, product_slice in slices:
+    matrix_slices, product_slices = matrix.split(widths, dim), product.split(widths, dim)
+    for matrix_slice, block, product_slice in zip(
+        matrix_slices, blocks, product_slices, strict=True
+    ):
         # Written in place, to save the concatenation of the products.
-        multiply_block(values, block, out=product_slice)
+        if dim == -1:
+            multiply(matrix_slice, block, out=product_slice)
+        else:
+            multiply(block.mT, matrix_slice, out=product_slice)
     return product

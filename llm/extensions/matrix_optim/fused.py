@@ -62,7 +62,7 @@ def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> F
     return fusions.get(weight, Fusion(sizes={"": weight.shape[0]}))
 
 
-def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_states(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return a weight's optimizer state: its matrices' states, with their names before the keys.
 
     Args:
@@ -76,13 +76,13 @@ def joint_state(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def matrix_state(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the state of a matrix from the state of its weight; undoes `joint_state`."""
+    """Return the state of a matrix from the state of its weight; undoes `join_states`."""
     prefix = f"{name}." if name else ""
     entries = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
     return {key.removeprefix(prefix): tensor for key, tensor in entries.items()}
 
 
-def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+def find_fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     """Return the fused weights of a model, for optimizers to divide into matrices.
 
     The architectures of transformers in `_FUSED_MODEL_TYPES` are known.
@@ -90,7 +90,7 @@ def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     config = getattr(model, "config", None)
     if config is None:
         return {}
-    fusions = _fused_modules(config)
+    fusions = _find_fused_modules(config)
     return {
         module.weight: Fusion(sizes=sizes, groups=num_groups, dim=int(hasattr(module, "nf")))
         for name, module in model.named_modules()
@@ -99,8 +99,8 @@ def fused_weights(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     }
 
 
-def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fusion]:
-    """Return how the stacks of a model's experts divide: gates and ups are matrices apart.
+def find_expert_fusions(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+    """Return how the stacks of a model's experts divide: gate and up projections are matrices.
 
     Stacks are [experts, outputs, inputs], or [experts, inputs, outputs] in a few classes. Gates and
     ups are two halves of the outputs, or alternate.
@@ -109,18 +109,20 @@ def fused_experts(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     for experts in find_experts(model).values():
         dim = 2 if experts.is_transposed else 1
         for name, stack in expert_weights(experts).items():
-            outputs = stack.shape[dim]
+            num_outputs = stack.shape[dim]
             if name != "gate_up_proj":
-                fusions[stack] = Fusion(sizes={"": outputs}, dim=dim)
+                fusions[stack] = Fusion(sizes={"": num_outputs}, dim=dim)
             elif experts.is_concatenated:
-                fusions[stack] = Fusion(sizes=dict.fromkeys(("gate", "up"), outputs // 2), dim=dim)
+                fusions[stack] = Fusion(
+                    sizes=dict.fromkeys(("gate", "up"), num_outputs // 2), dim=dim
+                )
             else:
-                halves = dict.fromkeys(("gate", "up"), 1)
-                fusions[stack] = Fusion(sizes=halves, groups=outputs // 2, dim=dim)
+                pair_sizes = dict.fromkeys(("gate", "up"), 1)
+                fusions[stack] = Fusion(sizes=pair_sizes, groups=num_outputs // 2, dim=dim)
     return fusions
 
 
-def _fused_modules(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
+def _find_fused_modules(config: Any) -> dict[str, tuple[int, dict[str, int]]]:
     """Return the fused modules of an architecture by the last part of their name.
 
     Returns:

@@ -16,7 +16,7 @@ from llm.extensions.matrix_optim.matrix_factories import (
 )
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, groups_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
-from llm.extensions.matrix_optim.muon import layer_matrices
+from llm.extensions.matrix_optim.muon import find_layer_matrices
 from llm.optim.groups import embedding_settings, split_groups
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
 
@@ -73,7 +73,7 @@ class Hyperball:
         *,
         other_settings: dict[str, Any],
     ) -> None:
-        fusion_by_weight = layer_matrices(model)
+        fusion_by_weight = find_layer_matrices(model)
         names = {p: name for name, p in model.named_parameters()}
         optimizer.param_groups = split_groups(
             optimizer.param_groups,
@@ -127,32 +127,34 @@ class Hyperball:
         radii = list(self._radius_by_name.values())
         weights = list(self._matrices_by_weight)
         if not self._has_checked_radii:
-            self._begin_radii(weights, radii)
+            self._initialize_radii(weights, radii)
             self._has_checked_radii = True
-        update_norms = self._norms(weights)
+        update_norms = self._compute_norms(weights)
         for weight, radius, norm in zip(weights, radii, update_norms, strict=True):
             length = torch.where(norm > 0, groups[weight]["lr"] * radius / norm, 0.0)
             # What the optimizer left is the update with its negative sign.
-            weight.mul_(self._factors(weight, length)).add_(self._previous[weight])
-        norms = self._norms(weights)
+            weight.mul_(self._spread_over_outputs(weight, length)).add_(self._previous[weight])
+        norms = self._compute_norms(weights)
         for weight, radius, update_norm, norm in zip(
             weights, radii, update_norms, norms, strict=True
         ):
-            weight.mul_(self._factors(weight, torch.where(update_norm > 0, radius / norm, 1.0)))
+            weight.mul_(
+                self._spread_over_outputs(weight, torch.where(update_norm > 0, radius / norm, 1.0))
+            )
         self._previous.clear()
 
-    def _begin_radii(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
+    def _initialize_radii(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
         """Set the radii that no checkpoint has set, once per start; the host waits for the device.
 
         Raises:
             ConfigError: A matrix begins at zero.
         """
-        norms = self._norms([self._previous[weight] for weight in weights], weights)
+        norms = self._compute_norms([self._previous[weight] for weight in weights], weights)
         for radius, norm in zip(radii, norms, strict=True):
             radius.copy_(torch.where(radius > 0, radius, norm))
-        empty = torch.stack([(radius == 0).sum() for radius in radii] or [torch.zeros(())])
-        num_empty = int(self._matrix_owners.sum_over_ranks(empty.sum().float()))
-        if num_empty:
+        num_zero_radii = torch.stack([(radius == 0).sum() for radius in radii] or [torch.zeros(())])
+        num_zero_matrices = int(self._matrix_owners.sum_over_ranks(num_zero_radii.sum().float()))
+        if num_zero_matrices:
             names = [name for name, radius in self._radius_by_name.items() if (radius == 0).any()]
             example = f", such as {names[0]}" if names else ""
             raise ConfigError(
@@ -160,7 +162,7 @@ class Hyperball:
                 f"begin at zero{example}; give them other initial values, or leave it out."
             )
 
-    def _norms(
+    def _compute_norms(
         self, tensors: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Return the norms of all matrices [stack, matrices side by side], over all shards.
@@ -172,18 +174,23 @@ class Hyperball:
         radii, squares = list(self._radius_by_name.values()), []
         for tensor, weight, radius in zip(tensors, weights or tensors, radii, strict=True):
             matrices = self._matrices_by_weight[weight]
-            sums = torch.zeros_like(radius, dtype=_sum_dtype(radius.device))
+            square_sums = torch.zeros_like(radius, dtype=_sum_dtype(radius.device))
             if tensor.numel() and matrices.counts:
-                rows = torch.linalg.vector_norm(tensor, dim=matrices.input_dim, dtype=sums.dtype)
-                sums[matrices.stack] = rows.square() @ matrices.membership
-            squares.append(sums.flatten())
+                row_norms = torch.linalg.vector_norm(
+                    tensor, dim=matrices.input_dim, dtype=square_sums.dtype
+                )
+                square_sums[matrices.stack] = row_norms.square() @ matrices.membership
+            squares.append(square_sums.flatten())
         if not squares:
             return []
-        total = self._matrix_owners.sum_over_shards(torch.cat(squares)).sqrt()
-        parts = total.split([radius.numel() for radius in radii])
-        return [part.view_as(radius) for part, radius in zip(parts, radii, strict=True)]
+        norms = self._matrix_owners.sum_over_shards(torch.cat(squares)).sqrt()
+        norms_by_weight = norms.split([radius.numel() for radius in radii])
+        return [
+            weight_norms.view_as(radius)
+            for weight_norms, radius in zip(norms_by_weight, radii, strict=True)
+        ]
 
-    def _factors(self, weight: Tensor, factors: Tensor) -> Tensor:
+    def _spread_over_outputs(self, weight: Tensor, factors: Tensor) -> Tensor:
         """Return factors for this rank's shard of a weight, from one for each of its matrices."""
         matrices = self._matrices_by_weight[weight]
         # Exact: each output belongs to one matrix.
@@ -303,25 +310,26 @@ def _find_shard(weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwner
     whole_membership = torch.zeros(
         num_outputs, len(fusion.sizes), dtype=_sum_dtype(weight.device), device=weight.device
     )
-    for index, outputs in enumerate(fusion.split(torch.arange(num_outputs), 0).values()):
-        whole_membership[outputs, index] = 1.0
-
-    def local_range(dim: int) -> slice:
-        shape = [1] * weight.ndim
-        shape[dim] = -1
-        indices = torch.arange(weight.shape[dim]).view(shape).expand(weight.shape)
-        local_indices = matrix_owners.shard_of(weight, indices)
-        if not local_indices.numel():
-            return slice(0, 0)
-        first = int(local_indices.flatten()[0])
-        return slice(first, first + local_indices.shape[dim])
-
+    for matrix_index, outputs in enumerate(fusion.split(torch.arange(num_outputs), 0).values()):
+        whole_membership[outputs, matrix_index] = 1.0
     return _Matrices(
         input_dim=input_dim,
-        stack=local_range(0) if weight.ndim == 3 else slice(0, 1),
-        membership=whole_membership[local_range(output_dim)],
+        stack=_find_local_range(weight, 0, matrix_owners) if weight.ndim == 3 else slice(0, 1),
+        membership=whole_membership[_find_local_range(weight, output_dim, matrix_owners)],
         counts=matrix_owners.counts(weight),
     )
+
+
+def _find_local_range(weight: nn.Parameter, dim: int, matrix_owners: MatrixOwners) -> slice:
+    """Return the range of a weight's dimension that this rank's shard covers."""
+    shape = [1] * weight.ndim
+    shape[dim] = -1
+    indices = torch.arange(weight.shape[dim]).view(shape).expand(weight.shape)
+    local_indices = matrix_owners.shard_of(weight, indices)
+    if not local_indices.numel():
+        return slice(0, 0)
+    first_index = int(local_indices.flatten()[0])
+    return slice(first_index, first_index + local_indices.shape[dim])
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

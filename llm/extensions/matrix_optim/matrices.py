@@ -23,10 +23,10 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOwners,
     Unit,
     Updates,
-    batches,
+    batch_equal_units,
+    compute_unit_updates,
     gradients_of,
     num_elements,
-    updates_of,
 )
 
 BUCKET = 1 << 24
@@ -120,7 +120,7 @@ class ShardedMatrices(MatrixOwners):
         """Return the sum of values over all ranks that hold different parameters or shards."""
         return _sum_over_group(self.sum_over_shards(values), self._pipeline)
 
-    def updates(
+    def compute_updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
     ) -> Iterator[Updates]:
         """Yield the units that have gradients, with this rank's shards of the updates.
@@ -131,10 +131,10 @@ class ShardedMatrices(MatrixOwners):
             dtype: Dtype of the updates in messages.
         """
         if self._group is None:
-            yield from super().updates(units, compute, dtype=dtype)
+            yield from super().compute_updates(units, compute, dtype=dtype)
             return
         undivided_units = [unit for unit in units if unit.owner is None and unit.weight.numel()]
-        yield from super().updates(undivided_units, compute, dtype=dtype)
+        yield from super().compute_updates(undivided_units, compute, dtype=dtype)
         divided_units = [unit for unit in units if unit.owner is not None]
         buckets = _bucket_units([unit for unit in divided_units if unit.weight.grad is not None])
         if not buckets:
@@ -146,9 +146,9 @@ class ShardedMatrices(MatrixOwners):
             # The next gradients and the last updates travel while this bucket is computed.
             wait_for_gradients = self._gather_gradients(next_bucket) if next_bucket else dict
             updates = dict[Unit, list[Tensor]]()
-            for equal_units in batches(list(gradients)):
+            for equal_units in batch_equal_units(list(gradients)):
                 unit_gradients = [gradients.pop(unit) for unit in equal_units]
-                updates |= updates_of(equal_units, unit_gradients, compute, dtype)
+                updates |= compute_unit_updates(equal_units, unit_gradients, compute, dtype)
             wait_for_previous_updates = wait_for_updates
             wait_for_updates = self._scatter_updates(bucket, updates, dtype)
             yield wait_for_previous_updates()
@@ -156,19 +156,19 @@ class ShardedMatrices(MatrixOwners):
         yield wait_for_updates()
 
     def gather_matrices(
-        self, units: Sequence[Unit], shards_of: Callable[[Unit], list[Tensor]]
+        self, units: Sequence[Unit], get_shards: Callable[[Unit], list[Tensor]]
     ) -> dict[Unit, list[Tensor]]:
         """Return whole tensors of the units that this rank owns; all ranks send their shards.
 
         Args:
             units: Units with owners; the same on all ranks, in the same order.
-            shards_of: Returns this rank's shard of a tensor for each parameter of a unit.
+            get_shards: Returns this rank's shard of a tensor for each parameter of a unit.
         """
         if self._group is None:
-            return {unit: shards_of(unit) for unit in units}
+            return {unit: get_shards(unit) for unit in units}
         tensors = dict[Unit, list[Tensor]]()
         for bucket in _bucket_units(units):
-            tensors |= self._gather_shards(bucket, shards_of)()
+            tensors |= self._gather_shards(bucket, get_shards)()
         return tensors
 
     def scatter_matrices(
@@ -189,17 +189,19 @@ class ShardedMatrices(MatrixOwners):
         return self._gather_shards(bucket, lambda unit: gradients_of(unit.parameters) or [])
 
     def _gather_shards(
-        self, bucket: Sequence[Unit], shards_of: Callable[[Unit], list[Tensor]]
+        self, bucket: Sequence[Unit], get_shards: Callable[[Unit], list[Tensor]]
     ) -> Callable[[], dict[Unit, list[Tensor]]]:
         """Send shards to the owners of units; return a function that waits for whole tensors."""
         shards_to_send: list[list[Tensor]] = [[] for _ in range(self.size)]
         for unit in bucket:
             assert unit.owner is not None
-            shards_to_send[unit.owner] += shards_of(unit)
+            shards_to_send[unit.owner] += get_shards(unit)
         owned_units = [unit for unit in bucket if self.owns(unit)]
         received_shapes = [self._shard_shapes(owned_units, rank) for rank in range(self.size)]
         device, dtype = bucket[0].weight.device, bucket[0].weight.dtype
-        wait_for_shards = self._all_to_all(shards_to_send, received_shapes, dtype, bucket[0].weight)
+        wait_for_shards = self._start_all_to_all(
+            shards_to_send, received_shapes, dtype, bucket[0].weight
+        )
 
         def wait_for_matrices() -> dict[Unit, list[Tensor]]:
             matrices = {
@@ -227,7 +229,9 @@ class ShardedMatrices(MatrixOwners):
             [unit for unit in bucket if unit.owner == rank] for rank in range(self.size)
         ]
         received_shapes = [self._shard_shapes(units, self.rank) for units in units_by_owner]
-        wait_for_shards = self._all_to_all(shards_to_send, received_shapes, dtype, bucket[0].weight)
+        wait_for_shards = self._start_all_to_all(
+            shards_to_send, received_shapes, dtype, bucket[0].weight
+        )
 
         def wait_for_updates() -> Updates:
             updates_of_unit: dict[Unit, list[Tensor]] = {}
@@ -238,7 +242,7 @@ class ShardedMatrices(MatrixOwners):
 
         return wait_for_updates
 
-    def _all_to_all(
+    def _start_all_to_all(
         self,
         tensors_to_send: Sequence[Sequence[Tensor]],
         received_shapes: Sequence[Sequence[torch.Size]],
@@ -256,21 +260,28 @@ class ShardedMatrices(MatrixOwners):
         sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_to_send]
         received_sizes = [sum(shape.numel() for shape in shapes) for shapes in received_shapes]
         empty_tensor = torch.empty(0, dtype=dtype, device=like.device)  # `cat` needs a tensor
-        flat = torch.cat(
+        sent_values = torch.cat(
             [
                 empty_tensor,
                 *(tensor.reshape(-1) for tensors in tensors_to_send for tensor in tensors),
             ]
         )
-        result = torch.empty(sum(received_sizes), dtype=dtype, device=like.device)
-        work = dist.all_to_all_single(
-            result, flat, received_sizes, sent_sizes, group=self._group, async_op=True
+        received_values = torch.empty(sum(received_sizes), dtype=dtype, device=like.device)
+        exchange = dist.all_to_all_single(
+            received_values,
+            sent_values,
+            received_sizes,
+            sent_sizes,
+            group=self._group,
+            async_op=True,
         )
 
         def wait_for_tensors() -> list[list[Tensor]]:
-            work.wait()
-            parts = zip(result.to(like.dtype).split(received_sizes), received_shapes, strict=True)
-            return [_view_shapes(part, shapes) for part, shapes in parts]
+            exchange.wait()
+            values_by_rank = zip(
+                received_values.to(like.dtype).split(received_sizes), received_shapes, strict=True
+            )
+            return [_view_shapes(rank_values, shapes) for rank_values, shapes in values_by_rank]
 
         return wait_for_tensors
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llm.checkpoint.format import OPTIMIZER_TENSORS
-from llm.extensions.matrix_optim.fused import fused_experts
+from llm.extensions.matrix_optim.fused import find_expert_fusions
 from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners, units_of
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
@@ -97,7 +97,7 @@ class MuonFactory(OptimizerFactory):
 
     def inspect_model(self, model: nn.Module) -> None:
         """Count the matrices of experts in the whole model."""
-        stacks = fused_experts(model)
+        stacks = find_expert_fusions(model)
         matrices = sum(p.shape[0] * len(fusion.sizes) for p, fusion in stacks.items())
         if matrices:
             self._description = (
@@ -133,7 +133,7 @@ class SOAPFactory(OptimizerFactory):
     def inspect_model(self, model: nn.Module) -> None:
         """Order the updates of the bases by the whole model, and count its experts' weights."""
         self._basis_weights = list_basis_weights(model)
-        num_expert_weights = sum(stack.numel() for stack in fused_experts(model))
+        num_expert_weights = sum(stack.numel() for stack in find_expert_fusions(model))
         if num_expert_weights:
             share = num_expert_weights / sum(p.numel() for p in model.parameters())
             self._description = (

@@ -116,7 +116,7 @@ class MatrixOwners:
         """Return the tensor that the optimizer updates for a model parameter."""
         return parameter
 
-    def updates(
+    def compute_updates(
         self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
     ) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
@@ -126,9 +126,11 @@ class MatrixOwners:
             compute: Called by the owner.
             dtype: Dtype of updates in messages.
         """
-        for equal_units in batches([unit for unit in units if unit.weight.grad is not None]):
+        for equal_units in batch_equal_units(
+            [unit for unit in units if unit.weight.grad is not None]
+        ):
             gradients = [gradients_of(unit.parameters) or [] for unit in equal_units]
-            yield updates_of(equal_units, gradients, compute, equal_units[0].weight.dtype)
+            yield compute_unit_updates(equal_units, gradients, compute, equal_units[0].weight.dtype)
 
 
 def batch_cost(device: torch.device) -> float:
@@ -141,51 +143,53 @@ def batch_cost(device: torch.device) -> float:
     return 0 if device.type == "cpu" else 1 << 26
 
 
-def batches(units: Sequence[Unit]) -> list[list[Unit]]:
+def batch_equal_units(units: Sequence[Unit]) -> list[list[Unit]]:
     """Divide units into batches of equal units that cost about `batch_cost`."""
-    batches, open_batches = list[list[Unit]](), dict[Hashable, list[Unit]]()
+    unit_batches, open_batches = list[list[Unit]](), dict[Hashable, list[Unit]]()
     for unit in units:
         fusion = unit.fusion
-        key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
+        batch_key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
         min_cost = batch_cost(unit.weight.device)
-        if key not in open_batches or len(open_batches[key]) * unit.cost >= min_cost:
-            open_batches[key] = []
-            batches.append(open_batches[key])
-        open_batches[key].append(unit)
-    return batches
+        if batch_key not in open_batches or len(open_batches[batch_key]) * unit.cost >= min_cost:
+            open_batches[batch_key] = []
+            unit_batches.append(open_batches[batch_key])
+        open_batches[batch_key].append(unit)
+    return unit_batches
 
 
-def updates_of(
+def compute_unit_updates(
     units: Sequence[Unit],
     gradients: Sequence[Sequence[Tensor]],
     compute: Compute,
     dtype: torch.dtype,
 ) -> Updates:
     """Return the updates of equal units from their gradients, in a dtype."""
-    stacks = [stacked(tensors) for tensors in zip(*gradients, strict=True)]
+    stacks = [stack_tensors(tensors) for tensors in zip(*gradients, strict=True)]
     updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
     return [(unit, list(tensors)) for unit, tensors in zip(units, updates, strict=True)]
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors to [number, ...]; a view if they are adjacent in memory."""
-    first = tensors[0]
+    first_tensor = tensors[0]
     if len(tensors) == 1:
-        return first.unsqueeze(0)
-    storage, size = first.untyped_storage()._cdata, first.numel()
+        return first_tensor.unsqueeze(0)
+    storage, num_elements = first_tensor.untyped_storage()._cdata, first_tensor.numel()
     memory_positions = [
         (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.is_contiguous())
         for tensor in tensors
     ]
-    first_offset = first.storage_offset()
-    offsets = range(first_offset, first_offset + len(tensors) * size, size)
+    first_offset = first_tensor.storage_offset()
+    offsets = range(first_offset, first_offset + len(tensors) * num_elements, num_elements)
     if memory_positions == [(storage, offset, True) for offset in offsets]:
-        return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+        return first_tensor.as_strided(
+            (len(tensors), *first_tensor.shape), (num_elements, *first_tensor.stride())
+        )
     return torch.stack(list(tensors))
 
 
 def make_adjacent(states: Sequence[dict[str, Tensor]]) -> None:
-    """Move equal states into one stack per key, so that `stacked` does not copy."""
+    """Move equal states into one stack per key, so that `stack_tensors` does not copy."""
     for key in states[0] if len(states) > 1 else ():
         stack = torch.stack([state[key] for state in states])
         for state, tensor in zip(states, stack.unbind(), strict=True):
@@ -195,7 +199,7 @@ def make_adjacent(states: Sequence[dict[str, Tensor]]) -> None:
 @contextlib.contextmanager
 def stacked_state(states: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield the states of equal matrices as stacks, which may be changed in place."""
-    stacks = {key: stacked([state[key] for state in states]) for key in states[0]}
+    stacks = {key: stack_tensors([state[key] for state in states]) for key in states[0]}
     yield stacks
     for key, stack in stacks.items():
         # Write back copies only; views are already updated.
@@ -244,26 +248,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
             values = torch.where(self.found_inf > 0, tensor, values)
         tensor.copy_(values)
 
-    def _add_updates(self, updates: Updates, factor_of: Callable[[Unit], float]) -> None:
+    def _add_updates(self, updates: Updates, get_factor: Callable[[Unit], float]) -> None:
         """Decay weights and add updates; updates are zero if the step is skipped.
 
         Args:
             updates: Updates of weights.
-            factor_of: Returns the factor on a unit's update.
+            get_factor: Returns the factor on a unit's update.
         """
         updates_by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
         for unit, (update,) in updates:
             group = groups[unit.weight]
-            key = 1 - group["lr"] * group["weight_decay"], factor_of(unit)
-            updates_by_factors.setdefault(key, []).append((unit.weight, update))
-        for (decay, factor), pairs in updates_by_factors.items():
-            weights, tensors = map(list, zip(*pairs, strict=True))
+            factors = 1 - group["lr"] * group["weight_decay"], get_factor(unit)
+            updates_by_factors.setdefault(factors, []).append((unit.weight, update))
+        for (decay, factor), weights_and_updates in updates_by_factors.items():
+            weights, weight_updates = map(list, zip(*weights_and_updates, strict=True))
             if self.found_inf is None:
                 torch._foreach_mul_(weights, decay)
             else:
                 torch._foreach_mul_(weights, torch.where(self.found_inf > 0, 1.0, decay))
-            torch._foreach_add_(weights, tensors, alpha=factor)
+            torch._foreach_add_(weights, weight_updates, alpha=factor)
 
 
 def units_of(optimizer: torch.optim.Optimizer) -> Sequence[Unit]:

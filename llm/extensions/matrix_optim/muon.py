@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError
-from llm.extensions.matrix_optim.fused import Fusion, fused_experts, fused_weights, fusion_of
+from llm.extensions.matrix_optim.fused import (
+    Fusion,
+    find_expert_fusions,
+    find_fused_weights,
+    fusion_of,
+)
 from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     Unit,
     batch_cost,
-    batches,
+    batch_equal_units,
     groups_of,
     stacked_state,
 )
@@ -97,8 +102,13 @@ class MuonAndAdamW(MatrixOptimizer):
         fusions: Mapping[nn.Parameter, Fusion] | None = None,
         matrix_owners: MatrixOwners | None = None,
     ) -> None:
-        split = split_groups(groups, set(matrices), {"is_muon": True}, {"is_muon": False})
-        super().__init__(split, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        param_groups = split_groups(
+            groups,
+            set(matrices),
+            chosen_settings={"is_muon": True},
+            other_settings={"is_muon": False},
+        )
+        super().__init__(param_groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
         self.units = [
             Unit(
                 parameters=[p],
@@ -118,22 +128,28 @@ class MuonAndAdamW(MatrixOptimizer):
         self._matrix_owners.assign(self.units)
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
-            p = unit.weight
-            if not self._matrix_owners.owns(unit):
-                self.state[p] = {}
-                continue
-            # If the weight is a shard, so is its state.
-            is_whole = unit.owner is not None
-            zeros = (
-                torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-                if is_whole
-                else torch.zeros_like(p)
-            )
-            self.state[p] = {"momentum_buffer": zeros}
-            if row_beta is not None:
-                self.state[p]["row_second_moment"] = zeros.sum(_input_dim(unit), keepdim=True)
-        self._make_state_adjacent(batches([u for u in self.units if self._matrix_owners.owns(u)]))
+            self.state[unit.weight] = self._make_unit_state(unit)
+        self._make_state_adjacent(
+            batch_equal_units([u for u in self.units if self._matrix_owners.owns(u)])
+        )
         self._add_adamw_state()
+
+    def _make_unit_state(self, unit: Unit) -> dict[str, Tensor]:
+        """Return the state of a matrix before the first step; empty if another rank keeps it."""
+        if not self._matrix_owners.owns(unit):
+            return {}
+        weight = unit.weight
+        # An owner keeps the state of the whole matrix; without one, the state of its shard.
+        has_whole_matrix = unit.owner is not None
+        zeros = (
+            torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+            if has_whole_matrix
+            else torch.zeros_like(weight)
+        )
+        state = {"momentum_buffer": zeros}
+        if self._row_beta is not None:
+            state["row_second_moment"] = zeros.sum(_input_dim(unit), keepdim=True)
+        return state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -146,7 +162,9 @@ class MuonAndAdamW(MatrixOptimizer):
         group_by_param = groups_of(self)
         step_units = partial(self._step_units, group_by_param=group_by_param)
         update_factor = partial(_update_factor, group_by_param=group_by_param)
-        for updates in self._matrix_owners.updates(self.units, step_units, dtype=torch.bfloat16):
+        for updates in self._matrix_owners.compute_updates(
+            self.units, step_units, dtype=torch.bfloat16
+        ):
             self._add_updates(updates, update_factor)
 
     def _step_units(
@@ -164,9 +182,9 @@ class MuonAndAdamW(MatrixOptimizer):
             group_by_param: Parameter group of each parameter.
         """
         momentum = group_by_param[units[0].weight]["momentum"]
-        return [self._update_directions(units, gradients[0], momentum)]
+        return [self._compute_directions(units, gradients[0], momentum)]
 
-    def _update_directions(
+    def _compute_directions(
         self, units: Sequence[Unit], gradients: Tensor, momentum: float
     ) -> Tensor:
         """Update the momentum of units; return their unscaled steps.
@@ -174,20 +192,20 @@ class MuonAndAdamW(MatrixOptimizer):
         Args:
             units: Equal units.
             gradients: [units, ...].
-            momentum: Of all.
+            momentum: Decay of the momentum.
         """
         with stacked_state([self.state[unit.weight] for unit in units]) as state:
-            buffer = state["momentum_buffer"]
-            updated = torch.lerp(buffer, gradients, 1 - momentum)
-            lookahead = gradients.lerp(updated, momentum)
-            self._overwrite_state(buffer, updated)
+            momentum_buffer = state["momentum_buffer"]
+            new_momentum = torch.lerp(momentum_buffer, gradients, 1 - momentum)
+            lookahead = gradients.lerp(new_momentum, momentum)
+            self._overwrite_state(momentum_buffer, new_momentum)
         if self.found_inf is not None:
             lookahead = lookahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
         fusion, length_by_matrix = units[0].fusion, _update_lengths(units[0])
-        parts = fusion.split(lookahead, fusion.dim + 1)
+        lookahead_by_matrix = fusion.split(lookahead, fusion.dim + 1)
         first_length, *_ = length_by_matrix.values()
-        orthogonal = orthogonalize_all([*parts.values()], self._iteration)
-        directions = dict(zip(parts, orthogonal, strict=True))
+        orthogonal_parts = orthogonalize_all([*lookahead_by_matrix.values()], self._iteration)
+        directions = dict(zip(lookahead_by_matrix, orthogonal_parts, strict=True))
         if self._row_beta is not None:
             directions = self._normalize_rows(units, directions, self._row_beta)
         directions = {
@@ -216,10 +234,12 @@ class MuonAndAdamW(MatrixOptimizer):
         }
         with stacked_state([self.state[unit.weight] for unit in units]) as state:
             second_moment = state["row_second_moment"]
-            updated = second_moment.lerp(fusion.join(squares, fusion.dim + 1), 1 - row_beta)
-            self._overwrite_state(second_moment, updated)
-        for name, rows in fusion.split(updated, fusion.dim + 1).items():
-            normalized = matrices[name] / (rows.sqrt() + 1e-10)
+            new_second_moment = second_moment.lerp(
+                fusion.join(squares, fusion.dim + 1), 1 - row_beta
+            )
+            self._overwrite_state(second_moment, new_second_moment)
+        for name, row_second_moment in fusion.split(new_second_moment, fusion.dim + 1).items():
+            normalized = matrices[name] / (row_second_moment.sqrt() + 1e-10)
             norm = torch.linalg.vector_norm(normalized, dim=(-2, -1), keepdim=True)
             # The norm of an orthogonal matrix is the root of its shorter side.
             length = math.sqrt(min(normalized.shape[-2:]))
@@ -264,8 +284,8 @@ def orthogonalize_all(stacks: Sequence[Tensor], iteration: Iteration) -> list[Te
         stack_indices = [
             stack_index for stack_index, stack in enumerate(stacks) if stack.shape == shape
         ]
-        joint = torch.stack([stacks[stack_index] for stack_index in stack_indices])
-        directions = orthogonalize(joint.flatten(0, -3), iteration).view_as(joint)
+        equal_stacks = torch.stack([stacks[stack_index] for stack_index in stack_indices])
+        directions = orthogonalize(equal_stacks.flatten(0, -3), iteration).view_as(equal_stacks)
         direction_by_stack |= zip(stack_indices, directions, strict=True)
     return [direction_by_stack[stack_index] for stack_index in range(len(stacks))]
 
@@ -280,18 +300,18 @@ def orthogonalize(matrices: Tensor, iteration: Iteration) -> Tensor:
         matrices: [number, rows, columns].
         iteration: Its margin and coefficients.
     """
-    wide = matrices.bfloat16() if has_half_products(matrices.device) else matrices.float()
+    wide_matrices = matrices.bfloat16() if has_half_products(matrices.device) else matrices.float()
     is_tall = matrices.shape[1] > matrices.shape[2]
     if is_tall:
-        wide = wide.mT
+        wide_matrices = wide_matrices.mT
     # So that no singular value is above 1.
-    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide = wide / (norms * iteration.margin).clamp(min=1e-7)
+    norms = torch.linalg.vector_norm(wide_matrices, dim=(1, 2), keepdim=True)
+    wide_matrices = wide_matrices / (norms * iteration.margin).clamp(min=1e-7)
     for a, b, c in iteration.coefficients:
-        gram = wide @ wide.mT
+        gram = wide_matrices @ wide_matrices.mT
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.baddbmm(wide, factor, wide, beta=a)
-    orthogonal = wide.bfloat16()
+        wide_matrices = torch.baddbmm(wide_matrices, factor, wide_matrices, beta=a)
+    orthogonal = wide_matrices.bfloat16()
     return orthogonal.mT if is_tall else orthogonal
 
 
@@ -312,7 +332,7 @@ def make_muon(
         ConfigError: The model has no such matrix.
     """
     groups = parameter_groups(options, model)
-    fusion_by_matrix = layer_matrices(model)
+    fusion_by_matrix = find_layer_matrices(model)
     if not fusion_by_matrix:
         raise ConfigError(
             f"--optimizer {options.optimizer} found no matrix to train between the embedding and "
@@ -331,13 +351,13 @@ def make_muon(
     )
 
 
-def layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
+def find_layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
     """Return the trained weights of a model's layers that are matrices, and how they divide.
 
     These are the weights between embeddings and output head, and stacks of experts; but not the
     routers.
     """
-    expert_fusions, router_params = fused_experts(model), router_weights(model)
+    expert_fusions, router_params = find_expert_fusions(model), router_weights(model)
     # Hugging Face's Conv1D has weights [inputs, outputs].
     conv1d_weights = [module.weight for module in model.modules() if hasattr(module, "nf")]
     conv1d_fusions = {
@@ -345,7 +365,7 @@ def layer_matrices(model: nn.Module) -> dict[nn.Parameter, Fusion]:
         for weight in conv1d_weights
         if isinstance(weight, nn.Parameter)
     }
-    fusions = conv1d_fusions | fused_weights(model) | expert_fusions
+    fusions = conv1d_fusions | find_fused_weights(model) | expert_fusions
     return {
         p: fusion_of(p, fusions)
         for p in inner_matrices(model)

@@ -32,7 +32,7 @@ class MatrixOptions(MatrixSettings):
     )
 
     @property
-    def around_optimizer(self) -> str | None:
+    def step_change_option(self) -> str | None:
         """Hyperball, which changes the steps of the optimizer."""
         return "--hyperball" if self.hyperball else None
 
@@ -40,12 +40,12 @@ class MatrixOptions(MatrixSettings):
 class MatrixExtension(Extension[MatrixOptions]):
     """Makes Muon, NorMuon and SOAP, and takes steps on spheres."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence if Hyperball was not tried with another option."""
         options = self.options
         if not options.hyperball:
             return []
-        conflicts = [options.besides_optimizer, options.several_models]
+        conflicts = [options.extra_optimizer_option, options.replica_option]
         if options.optimizer not in (None, "adamw", *MatrixOptions.OPTIMIZERS):
             conflicts.append(f"--optimizer {options.optimizer}")
         return [
@@ -55,7 +55,9 @@ class MatrixExtension(Extension[MatrixOptions]):
             if conflict is not None
         ]
 
-    def optimizer_factory(self, *, seed: int, layout: "Layout | None") -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: "Layout | None"
+    ) -> "OptimizerFactory | None":
         """Return what makes one of them; None for other optimizers."""
         options = self.options
         if options.optimizer not in MatrixOptions.OPTIMIZERS and not options.hyperball:

@@ -8,19 +8,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
+from llm.extensions.matrix_optim.eigenbases import (
+    compute_eigenbasis,
+    power_iteration,
+    rotate,
+    rotate_back,
+)
 from llm.extensions.matrix_optim.fused import (
     Fusion,
-    fused_weights,
+    find_fused_weights,
     fusion_of,
-    joint_state,
+    join_states,
     matrix_state,
 )
 from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     Unit,
-    batches,
+    batch_equal_units,
     groups_of,
     stacked_state,
 )
@@ -82,29 +87,7 @@ class SOAP(MatrixOptimizer):
         super().__init__(groups, defaults | {"nesterov": nesterov})
         self._update_steps = update_steps
         self._matrix_owners = matrix_owners or MatrixOwners()
-        self.units = []
-        group_index_by_param = {
-            p: group_index
-            for group_index, group in enumerate(self.param_groups)
-            for p in group["params"]
-        }
-        for p, rotated_sides in sides.items():
-            fusion = fusion_of(p, fusions or {})
-            squared_widths = [
-                matrix_shape[side] ** 2
-                for matrix_shape in fusion.shapes(p.shape).values()
-                for side in rotated_sides
-            ]
-            cost = 2 * p.numel() + 2 * sum(squared_widths)
-            self.units.append(
-                Unit(
-                    parameters=[p],
-                    shapes=[p.shape],
-                    fusion=fusion,
-                    cost=cost,
-                    kind=(group_index_by_param[p], *rotated_sides),
-                )
-            )
+        self.units = self._make_units(sides, fusions or {})
         self._matrix_owners.assign(self.units)
         unit_matrices = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
         offsets = spread_offsets(len(unit_matrices), update_steps) if offsets is None else offsets
@@ -113,11 +96,47 @@ class SOAP(MatrixOptimizer):
         for unit in self.units:
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
             local_shapes = shapes.items() if self._matrix_owners.owns(unit) else ()
-            self.state[p] = joint_state(
-                {name: _new_state(p, shape, sides[p]) for name, shape in local_shapes}
+            self.state[p] = join_states(
+                {name: _make_matrix_state(p, shape, sides[p]) for name, shape in local_shapes}
             )
-        self._make_state_adjacent(batches([u for u in self.units if self._matrix_owners.owns(u)]))
+        self._make_state_adjacent(
+            batch_equal_units([u for u in self.units if self._matrix_owners.owns(u)])
+        )
         self._add_adamw_state()
+
+    def _make_units(
+        self,
+        sides: Mapping[nn.Parameter, Sequence[int]],
+        fusions: Mapping[nn.Parameter, Fusion],
+    ) -> list[Unit]:
+        """Return a unit for each weight with a basis; its cost is the elements of its state.
+
+        Args:
+            sides: The sides of each weight that have a basis.
+            fusions: How fused weights divide into matrices.
+        """
+        group_index_by_param = {
+            p: group_index
+            for group_index, group in enumerate(self.param_groups)
+            for p in group["params"]
+        }
+        units = []
+        for p, rotated_sides in sides.items():
+            fusion = fusion_of(p, fusions)
+            squared_widths = [
+                matrix_shape[side] ** 2
+                for matrix_shape in fusion.shapes(p.shape).values()
+                for side in rotated_sides
+            ]
+            unit = Unit(
+                parameters=[p],
+                shapes=[p.shape],
+                fusion=fusion,
+                cost=2 * p.numel() + 2 * sum(squared_widths),
+                kind=(group_index_by_param[p], *rotated_sides),
+            )
+            units.append(unit)
+        return units
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -129,16 +148,16 @@ class SOAP(MatrixOptimizer):
         self._step_adamw()
         if not self.units:
             return
-        decay_factors = self._decay_factors(self._update_mask())
+        decay_factors = self._compute_decay_factors(self._compute_update_mask())
         step_units = partial(self._step_units, group_by_param=groups_of(self))
-        for updates in self._matrix_owners.updates(self.units, step_units):
+        for updates in self._matrix_owners.compute_updates(self.units, step_units):
             for unit, _ in updates:
                 unit.weight.mul_(decay_factors[unit])
             if updates:
                 weights: list[Tensor] = [unit.weight for unit, _ in updates]
                 torch._foreach_sub_(weights, [update for _, (update,) in updates])
 
-    def _update_mask(self) -> Tensor:
+    def _compute_update_mask(self) -> Tensor:
         """Return 1.0 for each unit with a basis, 0.0 for the others or if the step is skipped.
 
         Only owners know whether a unit has a basis. All ranks need it: weights decay from the first
@@ -174,7 +193,7 @@ class SOAP(MatrixOptimizer):
             updates[name] = self._step_matrices(states, matrix_gradients, group, offsets)
         return [fusion.join(updates, fusion.dim + 1)]
 
-    def _decay_factors(self, update_mask: Tensor) -> dict[Unit, Tensor]:
+    def _compute_decay_factors(self, update_mask: Tensor) -> dict[Unit, Tensor]:
         """Return the weight-decay factor of each unit's weight.
 
         Args:
@@ -209,7 +228,7 @@ class SOAP(MatrixOptimizer):
         """Update the state of equal matrices; return the steps to subtract.
 
         Args:
-            states: State of each matrix, as `_new_state` returns it.
+            states: State of each matrix, as `_make_matrix_state` returns it.
             gradients: [matrices, rows, columns].
             group: Parameter group of the matrices.
             offsets: The step in the interval that updates each matrix's bases.
@@ -218,27 +237,40 @@ class SOAP(MatrixOptimizer):
         device_states = [
             {key: tensor for key, tensor in state.items() if key != "calls"} for state in states
         ]
-        with stacked_state(device_states) as joint:
-            update = _adamw_direction(
-                joint, gradients, group, update_mask=update_mask * joint["has_basis"]
+        with stacked_state(device_states) as joint_state:
+            update = _compute_adamw_step(
+                joint_state, gradients, group, update_mask=update_mask * joint_state["has_basis"]
             )
-            for side in _sides_with_basis(joint):
+            for side in _sides_with_basis(joint_state):
                 side_gradients = gradients if side == 0 else gradients.mT
-                joint[f"factor.{side}"].lerp_(
+                joint_state[f"factor.{side}"].lerp_(
                     side_gradients @ side_gradients.mT, (1 - group["betas"][1]) * update_mask
                 )
+        self._update_due_bases(states, offsets, update_mask)
+        return update
+
+    def _update_due_bases(
+        self, states: Sequence[dict[str, Tensor]], offsets: Sequence[int], update_mask: Tensor
+    ) -> None:
+        """Count a call for each matrix, and begin or update the bases that are due.
+
+        Args:
+            states: State of each matrix, as `_make_matrix_state` returns it.
+            offsets: The step in the interval that updates each matrix's bases.
+            update_mask: 1.0, or 0.0 to leave the bases unchanged.
+        """
         due_states = []
         for state, offset in zip(states, offsets, strict=True):
             state["calls"] += 1
             num_calls = int(state["calls"])  # On the host, so that nothing waits for the device.
-            # With fp16 the first steps may be skipped, so there are several tries.
-            if num_calls & (num_calls - 1) == 0 and not bool(state["has_basis"]):
+            # With fp16 the first steps may be skipped, so bases begin at call 1, 2, 4, 8, ...
+            is_power_of_two = num_calls & (num_calls - 1) == 0
+            if is_power_of_two and not bool(state["has_basis"]):
                 _initialize_bases(state)
             elif (num_calls - 1 - offset) % self._update_steps == 0 and num_calls > 1:
                 due_states.append(state)
         if due_states:
             _update_bases(due_states, update_mask)
-        return update
 
 
 def spread_offsets(num_matrices: int, update_steps: int) -> list[int]:
@@ -246,7 +278,9 @@ def spread_offsets(num_matrices: int, update_steps: int) -> list[int]:
     return [matrix_index * update_steps // num_matrices for matrix_index in range(num_matrices)]
 
 
-def _new_state(parameter: Tensor, shape: torch.Size, sides: Sequence[int]) -> dict[str, Tensor]:
+def _make_matrix_state(
+    parameter: Tensor, shape: torch.Size, sides: Sequence[int]
+) -> dict[str, Tensor]:
     """Return the state of a matrix in a parameter before the first step."""
     dtype, device = parameter.dtype, parameter.device
     state = adamw_state(torch.empty(shape, dtype=dtype, device=device))
@@ -263,7 +297,7 @@ def _sides_with_basis(state: Mapping[str, Tensor]) -> list[int]:
     return [side for side in (0, 1) if f"basis.{side}" in state]
 
 
-def _adamw_direction(
+def _compute_adamw_step(
     state: dict[str, Tensor], gradients: Tensor, group: dict[str, Any], *, update_mask: Tensor
 ) -> Tensor:
     """Return AdamW's step in the basis, multiplied by `update_mask`.
@@ -297,7 +331,7 @@ def _initialize_bases(state: Mapping[str, Tensor]) -> None:
     """Decompose the factors of a matrix; `has_basis` stays 0.0 if they are still zero."""
     for side in _sides_with_basis(state):
         factor = state[f"factor.{side}"]
-        state[f"basis.{side}"].copy_(eigenbasis(factor).basis)
+        state[f"basis.{side}"].copy_(compute_eigenbasis(factor).basis)
         state["has_basis"].copy_(factor.trace() > 0)
 
 
@@ -307,20 +341,20 @@ def _update_bases(states: Sequence[dict[str, Tensor]], update_mask: Tensor) -> N
     The second moments are sorted like the columns of the bases.
 
     Args:
-        states: State of each matrix, as `_new_state` returns it.
+        states: State of each matrix, as `_make_matrix_state` returns it.
         update_mask: 1.0, or 0.0 to leave the bases unchanged.
     """
     for side in _sides_with_basis(states[0]):
         keys = "exp_avg_sq", "has_basis", f"factor.{side}", f"basis.{side}"
-        with stacked_state([{key: state[key] for key in keys} for state in states]) as joint:
-            second_moment, has_basis, factor, basis = (joint[key] for key in keys)
-            updates_basis = (update_mask * has_basis > 0).view(-1, 1, 1)
+        with stacked_state([{key: state[key] for key in keys} for state in states]) as joint_state:
+            second_moment, has_basis, factor, basis = (joint_state[key] for key in keys)
+            is_updated = (update_mask * has_basis > 0).view(-1, 1, 1)
             solution = power_iteration(factor, basis)
             assert solution.order is not None
             order = solution.order.unsqueeze(2 - side)
             sorted_second_moment = torch.take_along_dim(second_moment, order, side + 1)
-            second_moment.copy_(torch.where(updates_basis, sorted_second_moment, second_moment))
-            basis.copy_(torch.where(updates_basis, solution.basis, basis))
+            second_moment.copy_(torch.where(is_updated, sorted_second_moment, second_moment))
+            basis.copy_(torch.where(is_updated, solution.basis, basis))
 
 
 def make_soap(
@@ -349,10 +383,15 @@ def make_soap(
     ]
     local_names = {rotated.name for rotated in rotated_weights}
     return SOAP(
-        split_groups(parameter_groups(options, model), set(excluded_params), None, {}),
+        split_groups(
+            parameter_groups(options, model),
+            set(excluded_params),
+            chosen_settings=None,
+            other_settings={},
+        ),
         {rotated.weight: rotated.sides for rotated in rotated_weights},
         update_steps=update_steps,
-        fusions=fused_weights(model),
+        fusions=find_fused_weights(model),
         offsets=[
             offset
             for name, offset in zip(basis_weights, offsets, strict=True)
@@ -366,7 +405,7 @@ def make_soap(
 
 def list_basis_weights(model: nn.Module) -> list[str]:
     """Return the weight's name for each matrix with a basis, in the model's order."""
-    fusions = fused_weights(model)
+    fusions = find_fused_weights(model)
     return [
         name
         for name, weight, _ in _find_rotated_weights(model)
@@ -394,14 +433,16 @@ def _find_rotated_weights(model: nn.Module) -> Iterator[_RotatedWeight]:
     Sides wider than `MAX_DIM` have no basis. Embeddings and output heads never have one on the side
     of tokens or positions.
     """
-    fusions, token_weights = fused_weights(model), embeddings_and_head(model)
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.ndim == 2:
-            shapes = fusion_of(p, fusions).shapes(p.shape).values()
-            narrow = [side for side in (0, 1) if max(s[side] for s in shapes) <= MAX_DIM]
-            sides = [side for side in narrow if side == 1 or p not in token_weights]
+    fusions, token_weights = find_fused_weights(model), embeddings_and_head(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.ndim == 2:
+            shapes = fusion_of(parameter, fusions).shapes(parameter.shape).values()
+            narrow_sides = [
+                side for side in (0, 1) if max(shape[side] for shape in shapes) <= MAX_DIM
+            ]
+            sides = [side for side in narrow_sides if side == 1 or parameter not in token_weights]
             if sides:
-                yield _RotatedWeight(name, p, sides)
+                yield _RotatedWeight(name, parameter, sides)
 
 
 def mask_skipped_gradient(gradient: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:

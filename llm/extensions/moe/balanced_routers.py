@@ -17,19 +17,19 @@ from llm.data.loader import StepBatch
 from llm.extensions.moe.balancing import (
     Kind,
     RouterSettings,
-    choose_kind,
+    choose_auto_kind,
     make_balancing,
 )
-from llm.extensions.moe.expert_layers import ExpertLayer, find_layers
+from llm.extensions.moe.expert_layers import ExpertLayer, find_expert_layers
 from llm.extensions.moe.losses import (
     PROBABILITIES,
     SCORES,
     assume_score,
-    balancing_loss,
+    compute_balancing_loss,
     compute_router_z_loss,
+    compute_score_errors,
+    compute_sequence_shares,
     find_score,
-    score_errors,
-    sequence_shares,
 )
 from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
@@ -93,20 +93,20 @@ class Routers(LoopExtension):
         self._config: PreTrainedConfig = context.model.config.get_text_config()
         kind, reason = settings.balancing, ""
         if kind == "auto":
-            kind, reason = choose_kind(self._config, layers, is_pretrained=is_pretrained)
+            kind, reason = choose_auto_kind(self._config, layers, is_pretrained=is_pretrained)
         self._set_balancing(kind, reason)
         device = context.strategy.device
-        shape = len(layers), max(layer.num_experts for layer in layers)
-        counts = partial(torch.zeros, shape, dtype=torch.int64, device=device)
+        load_shape = len(layers), max(layer.num_experts for layer in layers)
+        make_counts = partial(torch.zeros, load_shape, dtype=torch.int64, device=device)
         # Loads: of the step on this rank; then, over all ranks, of the last step that was not
         # skipped, of the logging interval, and since the last record.
         self._step_load, self._load, self._interval_load, self._recorded_load = (
-            counts() for _ in range(4)
+            make_counts() for _ in range(4)
         )
-        self._idle_steps = counts()
+        self._idle_steps = make_counts()
         self._is_expert = torch.tensor(
             [
-                [expert_index < layer.num_experts for expert_index in range(shape[1])]
+                [expert_index < layer.num_experts for expert_index in range(load_shape[1])]
                 for layer in layers
             ],
             device=device,
@@ -128,13 +128,13 @@ class Routers(LoopExtension):
         row_by_layer = {layer.name: row for row, layer in enumerate(layers)}
         self._routers = [
             _Router(self, layer, row_by_layer[layer.name])
-            for layer in find_layers(context.strategy.model)
+            for layer in find_expert_layers(context.strategy.model)
         ]
         if record_interval is not None:
             self.periodic = Periodic("expert_loads", record_interval, self._record_loads)
 
     @contextlib.contextmanager
-    def losses_for_trial(self) -> Iterator[None]:
+    def add_losses_for_trial(self) -> Iterator[None]:
         """Add the losses to the passes inside the context, as when all scores are known.
 
         The routers are not usable afterwards.
@@ -161,7 +161,7 @@ class Routers(LoopExtension):
             labels = kwargs["labels"] if "labels" in kwargs else args[1]
             self.is_real_sample = (labels != IGNORED).any(1)
 
-    def shares(self, row: int, chosen_experts: Tensor, num_experts: int) -> Tensor:
+    def compute_load_shares(self, row: int, chosen_experts: Tensor, num_experts: int) -> Tensor:
         """Return the share of each expert in the load that the auxiliary loss balances.
 
         Args:
@@ -173,7 +173,7 @@ class Routers(LoopExtension):
             [sequences or 1, experts]; zeros before the first step.
         """
         if self.balancing.is_per_sequence:
-            return sequence_shares(chosen_experts, num_experts)
+            return compute_sequence_shares(chosen_experts, num_experts)
         load = self._load[row : row + 1, :num_experts].float()
         return load / load.sum().clamp(min=1.0)
 
@@ -192,15 +192,15 @@ class Routers(LoopExtension):
         Returns:
             The gradient of this rank's objective by the losses.
         """
-        chosen = chosen_experts.reshape(len(is_real_sample), -1)
-        is_counted = is_real_sample.unsqueeze(1).expand_as(chosen)
-        self._step_load[row].scatter_add_(0, chosen.flatten(), is_counted.flatten().long())
+        choices = chosen_experts.reshape(len(is_real_sample), -1)
+        is_counted = is_real_sample.unsqueeze(1).expand_as(choices)
+        self._step_load[row].scatter_add_(0, choices.flatten(), is_counted.flatten().long())
         if losses is None:
             return None
-        mask = is_real_sample.unsqueeze(1).to(losses.dtype)
-        self._step_losses += (mask * losses).sum(0)
+        sample_mask = is_real_sample.unsqueeze(1).to(losses.dtype)
+        self._step_losses += (sample_mask * losses).sum(0)
         weight = self._strategy.token_weight * self._strategy.loss_scale()
-        return (weight.to(losses.dtype) * mask).expand_as(losses)
+        return (weight.to(losses.dtype) * sample_mask).expand_as(losses)
 
     def compare_scores(
         self, row: int, logits: Tensor, chosen_experts: Tensor, weights: Tensor
@@ -213,7 +213,7 @@ class Routers(LoopExtension):
             chosen_experts: The choices, [tokens, K].
             weights: The routing weights of the choices, [tokens, K].
         """
-        self._score_errors[row] += score_errors(logits, chosen_experts, weights)
+        self._score_errors[row] += compute_score_errors(logits, chosen_experts, weights)
 
     def _find_scores(self) -> None:
         """Find the scores of all routers; the host waits for the device.
@@ -388,7 +388,7 @@ class Routers(LoopExtension):
         It has the loss that its configuration asks for, as it had until now, or no balancing.
         """
         if self._settings.balancing == "auto":
-            kind, reason = choose_kind(self._config, self._layers, is_pretrained=True)
+            kind, reason = choose_auto_kind(self._config, self._layers, is_pretrained=True)
             if kind == "none":
                 reason = "because the run was not until now"
             self._set_balancing(kind, reason)
@@ -438,7 +438,7 @@ class _Router:
         if layer.router is not None:
             keep_logits = torch.compiler.disable(self._keep_logits)
             self.hooks.append(layer.router.register_forward_hook(keep_logits))
-        add_losses = torch.compiler.disable(self._add_losses)
+        add_losses = torch.compiler.disable(self._attach_losses)
         self.hooks.append(layer.experts.register_forward_pre_hook(add_losses, with_kwargs=True))
 
     @property
@@ -449,7 +449,7 @@ class _Router:
         if torch.is_grad_enabled():
             self._logits = output[self._layer.logits_index] if isinstance(output, tuple) else output
 
-    def _add_losses(
+    def _attach_losses(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> Any:
         """Pass the routing weights through `_AttachLosses`, in training."""
@@ -462,13 +462,13 @@ class _Router:
             logits = logits.reshape(-1, logits.shape[-1]).float()
             if self._score is None:
                 self._routers.compare_scores(self._row, logits, chosen_experts, weights)
-            losses = self._scaled_losses(logits, chosen_experts)
+            losses = self._compute_scaled_losses(logits, chosen_experts)
         balanced = _AttachLosses.apply(  # type: ignore[no-untyped-call]
             weights, chosen_experts, losses, self, self._routers.is_real_sample
         )
         return (hidden, chosen_experts, balanced), {}
 
-    def _scaled_losses(self, logits: Tensor, chosen_experts: Tensor) -> Tensor | None:
+    def _compute_scaled_losses(self, logits: Tensor, chosen_experts: Tensor) -> Tensor | None:
         """Return the losses of each sequence, times their coefficients, [sequences, 2]."""
         balancing = self._routers.balancing
         if not balancing.has_losses:
@@ -479,10 +479,10 @@ class _Router:
         if balancing.aux_loss_coef and self._score is not None:
             scores = SCORES[self._score](logits)
             probabilities = scores / scores.sum(-1, keepdim=True)
-            shares = self._routers.shares(
+            shares = self._routers.compute_load_shares(
                 self._row, chosen_experts.reshape(num_sequences, -1), num_experts
             )
-            aux_loss = balancing.aux_loss_coef * balancing_loss(probabilities, shares)
+            aux_loss = balancing.aux_loss_coef * compute_balancing_loss(probabilities, shares)
         if balancing.z_loss_coef and self._score != PROBABILITIES:
             router_z_loss = balancing.z_loss_coef * compute_router_z_loss(logits)
         return torch.stack([aux_loss, router_z_loss], dim=1)
@@ -493,16 +493,16 @@ class _Router:
         """Count choices and losses; return the gradient of the objective by the losses."""
         return self._routers.count_choices(self._row, chosen_experts, losses, is_real_sample)
 
-    def update_bias(self, loads: Tensor) -> None:
+    def update_bias(self, load_by_row: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower the others.
 
         Args:
-            loads: Loads of the step by row, int64; zeros change nothing.
+            load_by_row: Loads of the step by row, int64; zeros change nothing.
         """
         bias, num_experts = self._layer.bias, self._layer.num_experts
         if bias is None or (self._layer.router is not None and self._score is None):
             return
-        load = loads[self._row, :num_experts]
+        load = load_by_row[self._row, :num_experts]
         total_load = load.sum()
         deficit = total_load - num_experts * load  # exact, so it is the same on all layouts
         balancing = self._routers.balancing
@@ -515,19 +515,24 @@ class _Router:
         rate = score_unit * balancing.bias_update_rate
         # The mean does not change choices, and would only make the bias grow.
         change = (rate * (direction - direction.mean())).to(bias.dtype).view(bias.shape)
-        if isinstance(bias, DTensor):
-            # Each rank has the whole change, so it takes its shard without a message.
-            local_change = distribute_tensor(
-                change, bias.device_mesh, bias.placements, src_data_rank=None
-            )
-            bias.to_local().add_(local_change.to_local())
-        else:
-            bias.add_(change)
+        _add_to_bias(bias, change)
 
 
 def _modules_with_labels(loss: nn.Module) -> list[nn.Module]:
     """Return the modules that get the labels of a micro-batch: the loss, or a pipeline's stages."""
     return [*loss] if isinstance(loss, nn.ModuleList) else [loss]
+
+
+def _add_to_bias(bias: Tensor, change: Tensor) -> None:
+    """Add a change, which every rank has as a whole, to a bias or to this rank's shard of it."""
+    if isinstance(bias, DTensor):
+        # Without a source rank, the ranks send no messages.
+        local_change = distribute_tensor(
+            change, bias.device_mesh, bias.placements, src_data_rank=None
+        )
+        bias.to_local().add_(local_change.to_local())
+    else:
+        bias.add_(change)
 
 
 class _AttachLosses(torch.autograd.Function):

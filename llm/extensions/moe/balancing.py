@@ -21,7 +21,7 @@ class RouterSettings:
     """The options of balancing.
 
     Attributes:
-        balancing: `auto` lets `choose_kind` decide.
+        balancing: `auto` lets `choose_auto_kind` decide.
         aux_loss_coef: Coefficient of the auxiliary loss; None for the default.
         aux_loss_scope: Whether the auxiliary loss balances each sample, or the global batch.
         bias_update_rate: Change of a bias per step, in units of sigmoid scores.
@@ -112,21 +112,10 @@ def make_balancing(
         raise ConfigError(
             f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
         )
-    coefficient: float | None = 0.0
-    if kind in ("loss", "both"):
-        coefficient = settings.aux_loss_coef
-        if coefficient is None:
-            coefficient = config_coefficient(config, len(layers))
-            if coefficient == 0:
-                raise ConfigError(
-                    f"--router_balancing {kind} needs a coefficient, and the configuration of "
-                    f"{family} has output_router_logits with a coefficient of 0; set "
-                    "--router_aux_loss_coef."
-                )
     return Balancing(
         kind=kind,
         reason=reason,
-        aux_loss_coef=_DEFAULT_COEFFICIENT if coefficient is None else coefficient,
+        aux_loss_coef=_choose_aux_loss_coef(settings, config, len(layers), kind=kind),
         is_per_sequence=settings.aux_loss_scope == "sequence",
         bias_update_rate=settings.bias_update_rate if kind in ("bias", "both") else 0.0,
         is_proportional=settings.bias_update == "proportional",
@@ -134,7 +123,35 @@ def make_balancing(
     )
 
 
-def choose_kind(
+def _choose_aux_loss_coef(
+    settings: RouterSettings, config: PreTrainedConfig, num_layers: int, *, kind: Kind
+) -> float:
+    """Return the coefficient of the auxiliary loss: the option's, the model's, or the default.
+
+    Args:
+        settings: The options.
+        config: The text configuration of the model.
+        num_layers: Number of layers with experts.
+        kind: The kind of balancing; 0 is returned for those without an auxiliary loss.
+
+    Raises:
+        ConfigError: The configuration has no usable coefficient.
+    """
+    if kind not in ("loss", "both"):
+        return 0.0
+    if settings.aux_loss_coef is not None:
+        return settings.aux_loss_coef
+    coefficient = read_aux_loss_coef(config, num_layers)
+    if coefficient == 0:
+        raise ConfigError(
+            f"--router_balancing {kind} needs a coefficient, and the configuration of "
+            f"{config.model_type} has output_router_logits with a coefficient of 0; set "
+            "--router_aux_loss_coef."
+        )
+    return _DEFAULT_COEFFICIENT if coefficient is None else coefficient
+
+
+def choose_auto_kind(
     config: PreTrainedConfig, layers: Sequence[ExpertLayer], *, is_pretrained: bool
 ) -> tuple[Kind, str]:
     """Return what `auto` means for a run that starts here, and the reason for the log.
@@ -148,7 +165,7 @@ def choose_kind(
         ConfigError: The configuration has a coefficient that is negative or not finite.
     """
     has_logits = any(layer.router is not None for layer in layers)
-    coefficient = config_coefficient(config, len(layers)) if has_logits else None
+    coefficient = read_aux_loss_coef(config, len(layers)) if has_logits else None
     if coefficient:
         return "loss", "(output_router_logits of the configuration)"
     if is_pretrained:
@@ -160,7 +177,7 @@ def choose_kind(
     return ("loss", "") if has_logits else ("none", "because the routers have no logits")
 
 
-def config_coefficient(config: PreTrainedConfig, num_layers: int) -> float | None:
+def read_aux_loss_coef(config: PreTrainedConfig, num_layers: int) -> float | None:
     """Return the coefficient of a configuration that asks for the auxiliary loss, converted.
 
     Hugging Face's loss is K times the loss here, of loads and probabilities averaged over layers,

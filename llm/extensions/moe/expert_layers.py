@@ -1,7 +1,7 @@
 """The layers with experts in a model, through the interface of experts in transformers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class ExpertLayer:
         return next(int(part) for part in re.findall(r"\d+", self.name))
 
 
-def find_layers(model: nn.Module) -> list[ExpertLayer]:
+def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the layers of a model with the common interface of experts, in order.
 
     The router of a layer is the module with recorded logits in the smallest subtree around its
@@ -53,16 +53,7 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
     layers = []
     for name, experts in experts_by_name.items():
         parent = name.rpartition(".")[0]
-        scope, routers = parent, _routers_inside(modules, parent, logits_index_by_class)
-        while scope and not routers:
-            scope = scope.rpartition(".")[0]
-            if any(
-                other_name != name and other_name.startswith(f"{scope}.")
-                for other_name in experts_by_name
-            ):
-                break
-            routers = _routers_inside(modules, scope, logits_index_by_class)
-        router, logits_index = routers[0] if routers else (None, 0)
+        router, logits_index = _find_router(name, modules, logits_index_by_class, experts_by_name)
         bias = _find_bias(modules[parent])
         if bias is None and router is not None:
             bias = _find_bias(router)
@@ -81,7 +72,34 @@ def find_layers(model: nn.Module) -> list[ExpertLayer]:
     return layers
 
 
-def _routers_inside(
+def _find_router(
+    experts_name: str,
+    modules: Mapping[str, nn.Module],
+    logits_index_by_class: Mapping[type, int],
+    experts_names: Iterable[str],
+) -> tuple[nn.Module | None, int]:
+    """Return the router of some experts, and the index of the logits in its outputs.
+
+    Args:
+        experts_name: Name of the experts' module.
+        modules: All modules of the model by name.
+        logits_index_by_class: The index of the logits for each class of routers.
+        experts_names: Names of the experts of all layers.
+
+    Returns:
+        (None, 0) if no router records its logits.
+    """
+    scope = experts_name.rpartition(".")[0]
+    routers = _find_routers_inside(modules, scope, logits_index_by_class)
+    while scope and not routers:
+        scope = scope.rpartition(".")[0]
+        if any(name != experts_name and name.startswith(f"{scope}.") for name in experts_names):
+            break
+        routers = _find_routers_inside(modules, scope, logits_index_by_class)
+    return routers[0] if routers else (None, 0)
+
+
+def _find_routers_inside(
     modules: Mapping[str, nn.Module], scope: str, logits_index_by_class: Mapping[type, int]
 ) -> list[tuple[nn.Module, int]]:
     """Return the routers inside a module, and the place of the logits in their outputs."""

@@ -23,7 +23,7 @@ _EQUAL_WEIGHTS = 1.001  # largest ratio of weights that count as equal
 _SOFTMAX_WITH_BIAS = ("ernie4_5_moe",)
 
 
-def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
+def compute_balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
     """Return the auxiliary loss of a layer for each sequence, summed over its tokens, [sequences].
 
     The loss of a token is E sum_e f_e p_e (Fedus et al. 2021, arXiv:2101.03961, equation 4): 1 for
@@ -36,7 +36,7 @@ def balancing_loss(probabilities: Tensor, shares: Tensor) -> Tensor:
     return shares.shape[-1] * (shares * probabilities.sum(1)).sum(-1)
 
 
-def sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
+def compute_sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
     """Return the share of each expert in the load of each sequence, [sequences, experts].
 
     Args:
@@ -62,7 +62,7 @@ def compute_router_z_loss(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Tensor:
+def compute_score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Tensor:
     """Return how far the weights of a router are from those that each of `SCORES` would give.
 
     Only ratios of weights are compared, because many routers scale or normalize them: between the
@@ -78,14 +78,14 @@ def score_errors(logits: Tensor, chosen_experts: Tensor, weights: Tensor) -> Ten
         normalized weights of one expert for each token are.
     """
     compared_dim = -1 if weights.shape[-1] > 1 else 0
-
-    def normalize(values: Tensor) -> Tensor:
-        return values / values.sum(compared_dim, keepdim=True)
-
     weights = weights.float()
-    candidates = [normalize(score(logits).gather(-1, chosen_experts)) for score in SCORES.values()]
-    errors = torch.stack([(candidate - normalize(weights)).abs().sum() for candidate in candidates])
-    return errors * (weights.amax() > _EQUAL_WEIGHTS * weights.amin())
+    actual_shares = weights / weights.sum(compared_dim, keepdim=True)
+    errors = []
+    for compute_scores in SCORES.values():
+        scores = compute_scores(logits).gather(-1, chosen_experts)
+        expected_shares = scores / scores.sum(compared_dim, keepdim=True)
+        errors.append((expected_shares - actual_shares).abs().sum())
+    return torch.stack(errors) * (weights.amax() > _EQUAL_WEIGHTS * weights.amin())
 
 
 def find_score(errors: Sequence[float]) -> str | None:
@@ -95,7 +95,7 @@ def find_score(errors: Sequence[float]) -> str | None:
     weights are equal.
 
     Args:
-        errors: The result of `score_errors`, perhaps summed over batches.
+        errors: The result of `compute_score_errors`, perhaps summed over batches.
     """
     ranking = sorted(zip(errors, SCORES, strict=True))
     (smallest, name), (second_smallest, _) = ranking[:2]

@@ -67,14 +67,14 @@ class MoEOptions(CoreConfig):
 class MoEExtension(Extension[MoEOptions]):
     """Balances and measures the experts of a model that has any."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for each combination that cannot work."""
         options = self.options
         problems = []
-        if options.several_models and options.router_balancing not in ("auto", "none"):
+        if options.replica_option and options.router_balancing not in ("auto", "none"):
             problems.append(
                 f"--router_balancing {options.router_balancing} balances one model, and "
-                f"{options.several_models} trains several; leave one of them out."
+                f"{options.replica_option} trains several; leave one of them out."
             )
         if options.router_aux_loss_scope == "sequence" and options.context_parallel_size > 1:
             problems.append(
@@ -83,7 +83,7 @@ class MoEExtension(Extension[MoEOptions]):
             )
         return problems
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return what balances and measures routers in training; None without experts.
 
         Raises:
@@ -98,10 +98,10 @@ class MoEExtension(Extension[MoEOptions]):
                     f"--{name} changes nothing: {context.model.config.model_type} has no experts."
                 )
             return None
-        if options.several_models:
+        if options.replica_option:
             logger.warning(
                 f"The load of experts is neither measured nor balanced, because "
-                f"{options.several_models} trains several models."
+                f"{options.replica_option} trains several models."
             )
             return None
         routers = self._make_routers(context)
@@ -113,20 +113,20 @@ class MoEExtension(Extension[MoEOptions]):
         return routers
 
     @contextlib.contextmanager
-    def in_trial(self, context: "LoopContext") -> Iterator[None]:
+    def trial_context(self, context: "LoopContext") -> Iterator[None]:
         """Add the losses of routers to trial steps; a training knows their scores later."""
-        routers = None if self.options.several_models else self._make_routers(context)
-        with contextlib.nullcontext() if routers is None else routers.losses_for_trial():
+        routers = None if self.options.replica_option else self._make_routers(context)
+        with contextlib.nullcontext() if routers is None else routers.add_losses_for_trial():
             yield
 
     def _make_routers(self, context: "LoopContext") -> "Routers | None":
         """Return the routers of a model in training; None if their load cannot be measured."""
         from llm.extensions.moe.balanced_routers import Routers
         from llm.extensions.moe.balancing import RouterSettings
-        from llm.extensions.moe.expert_layers import find_layers
+        from llm.extensions.moe.expert_layers import find_expert_layers
 
         options, run = self.options, context.run
-        layers = find_layers(context.model)
+        layers = find_expert_layers(context.model)
         if not layers:
             return None
         settings = RouterSettings(

@@ -60,7 +60,7 @@ class Scales(Transform):
             ndim: Its number of dimensions.
         """
         depth_ratio = math.sqrt(self.depth) if self.starts_by_depth else self.depth
-        return self._factor_of(
+        return self._compute_factor(
             name, ndim, matrix_factor=1 / math.sqrt(self.width), depth_ratio=depth_ratio
         )
 
@@ -79,9 +79,9 @@ class Scales(Transform):
         matrix_factor = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
         if group.get("on_sphere"):
             return matrix_factor * math.sqrt(self.width)
-        return self._factor_of(name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth)
+        return self._compute_factor(name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth)
 
-    def _factor_of(
+    def _compute_factor(
         self, name: str, ndim: int, *, matrix_factor: float, depth_ratio: float
     ) -> float:
         """Return a parameter's factor from the factor of matrices in the layers.
@@ -116,10 +116,10 @@ class Scales(Transform):
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
         """Return weights with the attention factor merged into the queries."""
-        return fold_attention(state_dict, config, self.attention)
+        return fold_attention_scale(state_dict, config, self.attention)
 
 
-def fold_attention(
+def fold_attention_scale(
     state_dict: Mapping[str, Tensor], config: PreTrainedConfig, factor: float
 ) -> dict[str, Tensor]:
     """Return the weights with the queries multiplied by the factor of the attention logits.

@@ -48,7 +48,7 @@ class MuPOptions(CoreConfig):
 class MuPExtension(Extension[MuPOptions]):
     """Scales the model."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for a missing width, and for an optimizer that muP has no rule for."""
         options = self.options
         problems = []
@@ -66,23 +66,23 @@ class MuPExtension(Extension[MuPOptions]):
             ]
         is_supported = options.optimizer in (None, "adamw", "accumadamw", "muon", "normuon")
         is_supported = is_supported or names_class(options.optimizer)  # by the rule of AdamW
-        if options.mup and (options.besides_optimizer or not is_supported):
-            optimizer = options.besides_optimizer or f"--optimizer {options.optimizer}"
+        if options.mup and (options.extra_optimizer_option or not is_supported):
+            optimizer = options.extra_optimizer_option or f"--optimizer {options.optimizer}"
             problems.append(
                 "--mup has learning rates for adamw, accumadamw, muon and normuon, and none for "
                 f"{optimizer}; leave one of them out."
             )
         return problems
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Refuse muP for models without a rule.
 
         Raises:
-            ConfigError: As for `scales_of`; or the model has trained weights, or was trained with
+            ConfigError: As for `make_scales`; or the model has trained weights, or was trained with
                 another scale of attention and is to be evaluated, or trained further.
         """
         options = self.options
-        self.transform(run.model_config)
+        self.make_transform(run.model_config)
         if options.mup and run.weights_from is not None:
             raise ConfigError(
                 f"--mup scales initial weights, and {run.weights_from} has trained ones; add "
@@ -107,15 +107,15 @@ class MuPExtension(Extension[MuPOptions]):
                 "or name its exported model with --model_name_or_path."
             )
 
-    def transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
+    def make_transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
         """Return the scales of a model; None without `mup`."""
         options = self.options
         if not options.mup or options.mup_base_width is None:
             return None
-        return scales_of(options, model_config)
+        return make_scales(options, model_config)
 
 
-def scales_of(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
+def make_scales(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
     """Return the scales of muP for a model.
 
     Args:

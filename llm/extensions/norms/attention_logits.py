@@ -22,7 +22,7 @@ fewer heads, and the factor on their products; None for the default."""
 
 
 @torch.no_grad()
-def max_attention_logits(
+def measure_attention_logits(
     strategy: AcceleratedStrategy,
     micro_batch: MicroBatch,
     *,
@@ -70,7 +70,7 @@ def max_attention_logits(
             layer_logit = logits[layers[module]]
             torch.maximum(layer_logit, products.amax() * scale, out=layer_logit)
 
-    with torch.compiler.set_stance("force_eager"), _observed_attention(observe):
+    with torch.compiler.set_stance("force_eager"), _observe_attention(observe):
         strategy.evaluate(micro_batch)
     return logits
 
@@ -84,7 +84,7 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _observed_attention(observe: Observe) -> Iterator[None]:
+def _observe_attention(observe: Observe) -> Iterator[None]:
     """Show the queries and keys of each attention module to a function, inside the context."""
     get_interface = ALL_ATTENTION_FUNCTIONS.get_interface
 

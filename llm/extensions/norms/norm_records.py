@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llm.data.loader import StepBatch
-from llm.extensions.norms.attention_logits import max_attention_logits
+from llm.extensions.norms.attention_logits import measure_attention_logits
 from llm.optim.groups import embeddings_and_head, output_head
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
@@ -50,32 +50,35 @@ class NormRecords(LoopExtension):
         self._strategy, self._interval_steps = strategy, interval_steps
         self.periodic = Periodic("norms", interval_steps, self._report)
         self.before_update = self._measure_gradients
-        name_by_param: dict[Tensor, str] = {p: n for n, p in strategy.model.named_parameters()}
+        name_by_param: dict[Tensor, str] = {
+            parameter: name for name, parameter in strategy.model.named_parameters()
+        }
         names = [name_by_param[p] for p in strategy.parameters]
         shards = [
             [name, *_shard_index(p)] for name, p in zip(names, strategy.parameters, strict=True)
         ]
         group_by_name: dict[str, str] = {}
-        for rank_groups in gather(_groups_by_name(strategy.model, names)):
+        for rank_groups in gather(_group_parameters(strategy.model, names)):
             # A tied weight is an embedding on the first stage, and only a head on the last one.
             group_by_name = rank_groups | group_by_name
         shard_counts = Counter(
             tuple(shard) for rank_shards in gather(shards) for shard in rank_shards
         )
-        copies = [shard_counts[tuple(shard)] for shard in shards]
+        num_copies = [shard_counts[tuple(shard)] for shard in shards]
         self._has_messages = has_several_models or any(
             count < strategy.world_size for count in shard_counts.values()
         )
         self.groups = sorted({*group_by_name.values()}, key=_group_order)
-        device, group_indices = strategy.device, {g: n for n, g in enumerate(self.groups)}
+        device = strategy.device
+        group_indices = {group: group_index for group_index, group in enumerate(self.groups)}
         self._rows = torch.tensor(
             [group_indices[group_by_name[name]] for name in names], device=device
         )
-        fractions = [1 / count if self._has_messages else 1.0 for count in copies]
+        fractions = [1 / count if self._has_messages else 1.0 for count in num_copies]
         self._fractions = torch.tensor(fractions, device=device)
         self._layers = _attention_layers(strategy.model)
-        layers = [int(group.partition(".")[0]) for group in self.groups if "." in group]
-        self._num_layers = 1 + max(layers, default=-1)
+        layer_indices = [int(group.partition(".")[0]) for group in self.groups if "." in group]
+        self._num_layers = 1 + max(layer_indices, default=-1)
         self._is_due = False
         self._previous_weights: list[Tensor] = []
         self._gradient_squares = torch.zeros(len(self.groups), device=device)
@@ -108,7 +111,7 @@ class NormRecords(LoopExtension):
             [self._squares(weights), self._gradient_squares, self._squares(updates)]
         )
         self._previous_weights = []
-        logits = max_attention_logits(
+        logits = measure_attention_logits(
             self._strategy,
             batch.micro_batches[0],
             layers=self._layers,
@@ -159,7 +162,7 @@ class NormRecords(LoopExtension):
         self._norms, self._record = None, dict(state["record"])
 
 
-def _groups_by_name(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _group_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the group of each parameter by name.
 
     It is `embedding`, `head`, `3.attention`, `3.mlp` or `3.norms` with the number of a layer, and
@@ -168,18 +171,18 @@ def _groups_by_name(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     parameters, head = dict(model.named_parameters()), output_head(model)
     head_weight = getattr(head, "weight", None)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    ends = embeddings_and_head(model)
-    groups = {}
+    end_weights = embeddings_and_head(model)
+    group_by_name = {}
     for name in names:
         match, parameter = _LAYER.search(name), parameters[name]
-        if parameter in ends:
+        if parameter in end_weights:
             is_head = parameter is head_weight and parameter not in embeddings
-            groups[name] = "head" if is_head else "embedding"
+            group_by_name[name] = "head" if is_head else "embedding"
         elif match is None:
-            groups[name] = "other"
+            group_by_name[name] = "other"
         else:
-            groups[name] = f"{match[1]}.{_kind_of(name[match.end() :])}"
-    return groups
+            group_by_name[name] = f"{match[1]}.{_kind_of(name[match.end() :])}"
+    return group_by_name
 
 
 def _kind_of(path: str) -> str:

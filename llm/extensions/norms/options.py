@@ -20,7 +20,7 @@ class NormOptions(CoreConfig):
 class NormExtension(Extension[NormOptions]):
     """Records norms, if the option asks for them."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence if a record would make the host wait for the device."""
         interval, logging_steps = self.options.log_norms, self.options.logging_steps
         if interval is None or interval % logging_steps == 0:
@@ -30,7 +30,7 @@ class NormExtension(Extension[NormOptions]):
             "the host reads from the device anyway; give a multiple."
         ]
 
-    def in_loop(self, context: LoopContext) -> LoopExtension | None:
+    def make_loop_extension(self, context: LoopContext) -> LoopExtension | None:
         """Return what records the norms of a training; None without the option."""
         interval = self.options.log_norms
         if interval is None or self.options.eval_only:
@@ -40,7 +40,7 @@ class NormExtension(Extension[NormOptions]):
         return NormRecords(
             context.strategy,
             interval_steps=interval,
-            has_several_models=self.options.several_models is not None,
+            has_several_models=self.options.replica_option is not None,
         )
 
     def bytes_per_parameter(self) -> float:

@@ -37,7 +37,7 @@ class StepRange(NamedTuple):
 class ProfilerExtension(Extension[ProfilerOptions]):
     """Profiles the steps."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence if the steps are not two growing numbers, or are not trained."""
         options = self.options
         try:
@@ -49,7 +49,7 @@ class ProfilerExtension(Extension[ProfilerOptions]):
             return [f"--profile {options.profile} ends after the last step of the {length}."]
         return []
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return the profiler of a training."""
         step_range = parse_step_range(self.options)
         if step_range is None or self.options.eval_only:

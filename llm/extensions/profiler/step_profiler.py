@@ -112,14 +112,14 @@ class StepProfiler(LoopExtension):
         trace_path = self._folder / f"rank{self._rank}.trace.json.gz"
         self._profile.export_chrome_trace(str(trace_path))
         if self._rank == 0:
-            class_seconds = seconds_by_class(self._profile.events(), on_gpu=self._is_on_gpu)
+            class_seconds = sum_seconds_by_class(self._profile.events(), on_gpu=self._is_on_gpu)
             num_steps = self._stop_step - self._start_step
             lines = format_table(class_seconds, self._profile_seconds, num_steps=num_steps)
             write_whole(self._folder / "profile.txt", "\n".join(lines) + "\n")
             logger.info("\n".join([*lines, f"trace: {trace_path}"]))
 
 
-def seconds_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
+def sum_seconds_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a profile's operations by class.
 
     Args:
@@ -131,11 +131,11 @@ def seconds_by_class(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]
         if event.device_type.name != "CPU":
             continue  # a kernel; its time counts for the operation that launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        class_seconds[_operation_class(event)] += microseconds / 1e6
+        class_seconds[_classify_operation(event)] += microseconds / 1e6
     return class_seconds
 
 
-def _operation_class(event: Any) -> str:
+def _classify_operation(event: Any) -> str:
     """Return the first class with a keyword in the name of an operation or of its callers."""
     call_names = []
     while event is not None:
@@ -153,7 +153,7 @@ def format_table(
     """Return the lines of the table; time without operations counts as waiting for data or Python.
 
     Args:
-        class_seconds: Seconds by class, from `seconds_by_class`.
+        class_seconds: Seconds by class, from `sum_seconds_by_class`.
         total_seconds: Seconds of all steps.
         num_steps: Number of steps.
     """

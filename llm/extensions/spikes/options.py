@@ -30,7 +30,7 @@ class SpikeOptions(CoreConfig):
 class SpikeExtension(Extension[SpikeOptions]):
     """Looks for spikes."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence if a run should go back to checkpoints but saves none."""
         options = self.options
         saves = options.save_interval or options.checkpointing_minutes
@@ -41,7 +41,7 @@ class SpikeExtension(Extension[SpikeOptions]):
             "--save_interval or --checkpointing_minutes too."
         ]
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return the spike detector of a training."""
         options = self.options
         if options.eval_only:

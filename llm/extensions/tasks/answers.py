@@ -70,7 +70,7 @@ def score(
     for batch_start in range(strategy.data_rank * batch_size, len(order), texts_per_round):
         text_indices = order[batch_start : batch_start + batch_size]
         batch_texts = [texts[text_index] for text_index in text_indices]
-        micro_batch = _micro_batch(batch_texts, length_multiple, strategy.device)
+        micro_batch = _make_micro_batch(batch_texts, length_multiple, strategy.device)
         predictions, log_probs = strategy.predict(micro_batch)
         is_wrong = (micro_batch.labels != IGNORED) & (predictions != micro_batch.labels)
         is_greedy = ~is_wrong.any(dim=1)
@@ -87,7 +87,7 @@ def score(
     return answers
 
 
-def _micro_batch(
+def _make_micro_batch(
     texts: Sequence[ScoredText], length_multiple: int, device: torch.device
 ) -> MicroBatch:
     """Return texts as inputs and labels, padded on the right, where no token attends."""

@@ -11,12 +11,17 @@ def one_question_per_document(stories: datasets.Dataset) -> datasets.Dataset:
     """
     documents = []
     for row in stories:
-        earlier = ""
+        previous_questions = ""
         answers = row["answers"]["input_text"]
         for question, answer in zip(row["questions"], answers, strict=True):
             question, answer = question.strip(), answer.strip()
             documents.append(
-                {"story": row["story"], "earlier": earlier, "question": question, "answer": answer}
+                {
+                    "story": row["story"],
+                    "earlier": previous_questions,
+                    "question": question,
+                    "answer": answer,
+                }
             )
-            earlier += f"Question: {question}\nAnswer: {answer}\n"
+            previous_questions += f"Question: {question}\nAnswer: {answer}\n"
     return datasets.Dataset.from_list(documents)

@@ -66,7 +66,7 @@ class TasksExtension(Extension[TasksOptions]):
 
     _tasks: "Tasks | None" = None
 
-    def read(self, run: "Run") -> None:
+    def prepare_run(self, run: "Run") -> None:
         """Read the tasks with their data, if there are any.
 
         Raises:
@@ -88,7 +88,7 @@ class TasksExtension(Extension[TasksOptions]):
             limit=self.options.eval_tasks_limit,
         )
 
-    def in_loop(self, context: "LoopContext") -> LoopExtension | None:
+    def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
         """Return the runner of the tasks during training; None without tasks."""
         tasks = self._tasks
         if tasks is None:

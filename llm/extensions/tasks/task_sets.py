@@ -91,7 +91,7 @@ class TaskSet:
         for member in self.members:
             task_name = self.task_name(member)
             if member.metric is None:
-                values[member.name] = gold_bits_per_byte(tasks[task_name])
+                values[member.name] = compute_gold_bits_per_byte(tasks[task_name])
             elif member.metric in metrics_by_task[task_name]:
                 values[member.name] = metrics_by_task[task_name][member.metric]
             else:
@@ -102,7 +102,7 @@ class TaskSet:
         return {self.score: fmean(centered_values), **values}
 
 
-def gold_bits_per_byte(task: Any) -> float:
+def compute_gold_bits_per_byte(task: Any) -> float:
     """Return the bits per byte of the gold answers of a task of lm-eval.
 
     A document has -log2 p(answer | prompt) / bytes. The logarithm is the sum over the tokens of the
@@ -164,7 +164,7 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
         )
     members = []
     for name, entry in entries.items():
-        fault = _entry_fault(entry, score)
+        fault = _find_entry_fault(entry, score)
         if fault is not None:
             raise ConfigError(f"--eval_tasks {path}: the task {name} {fault}.")
         changes = {key: entry[key] for key in entry.keys() - {"task", "metric", "chance"}}
@@ -177,7 +177,7 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
                 chance=float(entry.get("chance", 0)),
             )
         )
-    name, description = _describe_set(path, set_name, entries)
+    name, description = _name_task_set(path, set_name, entries)
     return TaskSet(
         set_name=set_name,
         name=name,
@@ -187,7 +187,7 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
     )
 
 
-def _entry_fault(entry: Any, score: str) -> str | None:
+def _find_entry_fault(entry: Any, score: str) -> str | None:
     """Return what is wrong with the settings of a task in a set, or None."""
     if not isinstance(entry, dict) or not entry.keys() & {"task", "include"}:
         return "needs a task of lm-eval (task) or a file (include)"
@@ -195,8 +195,8 @@ def _entry_fault(entry: Any, score: str) -> str | None:
     if not isinstance(num_fewshot, int) or num_fewshot < 0:
         return f"needs a number of examples (num_fewshot), not {num_fewshot!r}"
     if score == "answer_bits_per_byte":
-        keys = sorted(entry.keys() & {"metric", "chance"})
-        return f"has {keys[0]}, which bits per byte do not use" if keys else None
+        unused_keys = sorted(entry.keys() & {"metric", "chance"})
+        return f"has {unused_keys[0]}, which bits per byte do not use" if unused_keys else None
     if not isinstance(entry.get("metric"), str):
         return "needs the name of an accuracy (metric)"
     if not isinstance(chance, int | float) or not 0 <= chance < 1:
@@ -204,7 +204,7 @@ def _entry_fault(entry: Any, score: str) -> str | None:
     return None
 
 
-def _describe_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tuple[str, str]:
+def _name_task_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name of a set for the results, and for the log.
 
     A score of fewer tasks must not look like that of all, so both names say what is left out.
@@ -214,28 +214,28 @@ def _describe_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tupl
     """
     original_path = SETS_FOLDER / f"{set_name}.yaml"
     original = read_settings(original_path)["tasks"] if original_path.is_file() else entries
-    changed = [
+    changed_names = [
         name
         for name, entry in entries.items()
         if name not in original or _measured_settings(entry) != _measured_settings(original[name])
     ]
-    if changed:
+    if changed_names:
         raise ConfigError(
-            f"--eval_tasks {path} changes {', '.join(changed)} of the set {set_name}: give the set "
-            "another name."
+            f"--eval_tasks {path} changes {', '.join(changed_names)} of the set {set_name}: give "
+            "the set another name."
         )
-    missing = [name for name in original if name not in entries]
+    missing_names = [name for name in original if name not in entries]
     if not entries:
         raise ConfigError(f"--eval_tasks {path}: the set {set_name} has no tasks.")
-    if not missing:
+    if not missing_names:
         return set_name, f"{set_name} ({counted(len(entries), 'task')})"
     name = f"{set_name}_{len(entries)}_of_{len(original)}"
-    suffix = f"without_{'_'.join(missing)}"
+    suffix = f"without_{'_'.join(missing_names)}"
     if len(suffix) > _MAX_SUFFIX_LENGTH:
         suffix = hashlib.sha256(suffix.encode()).hexdigest()[:8]
     return (
         f"{name}_{suffix}",
-        f"{set_name} ({len(entries)} of {len(original)} tasks: without {', '.join(missing)})",
+        f"{set_name} ({len(entries)} of {len(original)} tasks: without {', '.join(missing_names)})",
     )
 
 

@@ -193,6 +193,14 @@ class Tasks:
         score: Score,
         generate: Generate,
     ) -> dict[str, dict[str, float]]:
+        """Return the values of the metrics by task, group or set.
+
+        Args:
+            loaded: The tasks and groups, as `_load_tasks` returns them.
+            task_sets: Sets of these tasks; their tasks have no results of their own.
+            score: Returns the log-probabilities of texts.
+            generate: Returns the continuations of prompts.
+        """
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # each time the same examples
         answers = _Answers(self._tokenizer, self._max_length, score, generate)

@@ -18,65 +18,69 @@ from torch.distributed.pipelining import (
 from llm.errors import ConfigError
 
 
-def check_micro_batches(schedule: str, *, ranks: int, micro_batches: int) -> None:
+def check_micro_batches(schedule: str, *, num_ranks: int, num_micro_batches: int) -> None:
     """Refuse a number of micro-batches that a schedule cannot run.
 
     Args:
         schedule: The value of `pipeline_schedule`.
-        ranks: Ranks of the pipeline; 1 means without a pipeline.
-        micro_batches: Micro-batches of a step on one rank of the data.
+        num_ranks: Ranks of the pipeline; 1 means without a pipeline.
+        num_micro_batches: Micro-batches of a step on one rank of the data.
 
     Raises:
         ConfigError: The schedule does not fit.
     """
     remedy = "change --gradient_accumulation_steps (or --global_batch_size), or choose gpipe."
-    if ranks > 1 and schedule == "1f1b" and micro_batches < ranks:
+    if num_ranks > 1 and schedule == "1f1b" and num_micro_batches < num_ranks:
         raise ConfigError(
-            f"--pipeline_schedule 1f1b needs at least {ranks} micro-batches per step for {ranks} "
-            f"stages, and this run has {micro_batches}; {remedy}"
+            f"--pipeline_schedule 1f1b needs at least {num_ranks} micro-batches per step for "
+            f"{num_ranks} stages, and this run has {num_micro_batches}; {remedy}"
         )
-    rounds = max(1, micro_batches // ranks)
-    if ranks > 1 and schedule == "interleaved-1f1b" and micro_batches % rounds:
+    num_rounds = max(1, num_micro_batches // num_ranks)
+    if num_ranks > 1 and schedule == "interleaved-1f1b" and num_micro_batches % num_rounds:
         raise ConfigError(
-            f"--pipeline_schedule interleaved-1f1b cannot send {micro_batches} micro-batches "
-            f"through {ranks} ranks in {rounds} equal rounds; {remedy}"
+            f"--pipeline_schedule interleaved-1f1b cannot send {num_micro_batches} micro-batches "
+            f"through {num_ranks} ranks in {num_rounds} equal rounds; {remedy}"
         )
 
 
-def bubble_fraction(*, ranks: int, virtual_stages: int, micro_batches: int) -> float:
+def compute_bubble_fraction(
+    *, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> float:
     """Return the fraction of a step that a rank waits for others (the pipeline bubble).
 
     Args:
-        ranks: Ranks of the pipeline; their stages take the same time.
-        virtual_stages: Stages of each rank.
-        micro_batches: Micro-batches of a step.
+        num_ranks: Ranks of the pipeline; their stages take the same time.
+        stages_per_rank: Stages of each rank.
+        num_micro_batches: Micro-batches of a step.
     """
-    idle_passes = (ranks - 1) / virtual_stages
-    return idle_passes / (micro_batches + idle_passes)
+    idle_passes = (num_ranks - 1) / stages_per_rank
+    return idle_passes / (num_micro_batches + idle_passes)
 
 
 def make_schedule(
     schedule: str,
     stages: Sequence[PipelineStage],
     *,
-    micro_batches: int,
-    objective: Callable[[Any, Tensor], Tensor],
+    num_micro_batches: int,
+    compute_objective: Callable[[Any, Tensor], Tensor],
 ) -> Any:
     """Return the schedule that a rank runs in each step.
 
     Args:
         schedule: The value of `pipeline_schedule`.
         stages: This rank's stages; one, unless interleaved.
-        micro_batches: Micro-batches of a step.
-        objective: What to differentiate for a micro-batch, from the last stage's output; gradients
-            are summed over micro-batches.
+        num_micro_batches: Micro-batches of a step.
+        compute_objective: Returns what to differentiate for a micro-batch, from the last stage's
+            output; gradients are summed over micro-batches.
     """
     if schedule == "interleaved-1f1b":
         return ScheduleInterleaved1F1B(
-            list(stages), micro_batches, loss_fn=objective, scale_grads=False
+            list(stages), num_micro_batches, loss_fn=compute_objective, scale_grads=False
         )
     schedule_class = _GPipe if schedule == "gpipe" else Schedule1F1B
-    return schedule_class(stages[0], micro_batches, loss_fn=objective, scale_grads=False)
+    return schedule_class(
+        stages[0], num_micro_batches, loss_fn=compute_objective, scale_grads=False
+    )
 
 
 class _GPipe(ScheduleGPipe):

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
 from llm.parallel.base import MakeOptimizer
-from llm.parallel.buckets import Bucket, bucket_groups
+from llm.parallel.buckets import Bucket, group_for_buckets
 from llm.parallel.dims import ParallelDims
 from llm.parallel.fsdp import ShardedStrategy, full_tensor, reshard
 from llm.parallel.options import ParallelOptions
-from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, make_schedule
+from llm.parallel.pipeline.pipeline_schedule import compute_bubble_fraction, make_schedule
 from llm.parallel.pipeline.split import find_pipeline_modules
 from llm.parallel.pipeline.stage import LocalStages, cut_model
 from llm.runtime.agreement import gather
@@ -66,7 +66,7 @@ class PipelineStrategy(ShardedStrategy):
         self.stage_indices = range(self._stage_rank, self.num_stages, dims.pipeline)
         self._pipeline_group = self.mesh.get_group("pipeline")
         # Ranks of the first and the last stage that hold the same shards, for tied weights.
-        end_ranks = [[group[0], group[-1]] for group in dims.groups("pipeline")]
+        end_ranks = [[group[0], group[-1]] for group in dims.list_rank_groups("pipeline")]
         self._tied_group, _ = dist.new_subgroups_by_enumeration(end_ranks)
         # Hidden states can exceed the range of fp16, and autocast does not keep them in fp16
         # either.
@@ -86,8 +86,8 @@ class PipelineStrategy(ShardedStrategy):
             if parameter in tied_parameters
         ]
         # A weight on both the first and the last stage counts once in the norm.
-        counted_elsewhere = tied_parameters if self._stage_rank else set()
-        self._norm_params = [p for p in self.parameters if p not in counted_elsewhere]
+        params_of_first_stage = tied_parameters if self._stage_rank else set()
+        self._norm_params = [p for p in self.parameters if p not in params_of_first_stage]
 
     def _shard_model(self) -> None:
         """Cut the model into stages, and shard those of this rank."""
@@ -118,7 +118,7 @@ class PipelineStrategy(ShardedStrategy):
             stage_modules = set(stage.modules())
             stage_blocks = [block for block in blocks if block in stage_modules]
             self._divide_experts(stage, mesh)
-            if not self.dims.experts_alone:
+            if not self.dims.shards_only_experts:
                 self._shard_modules(stage, stage_blocks, mesh, reshard_after_forward=False)
 
     def _log_stages(self, cut: LocalStages) -> None:
@@ -177,8 +177,10 @@ class PipelineStrategy(ShardedStrategy):
             )
             for stage_index, stage in zip(self.stage_indices, self.stages, strict=True)
         ]
-        bubble = bubble_fraction(
-            ranks=self.dims.pipeline, virtual_stages=len(stages), micro_batches=num_micro_batches
+        bubble = compute_bubble_fraction(
+            num_ranks=self.dims.pipeline,
+            stages_per_rank=len(stages),
+            num_micro_batches=num_micro_batches,
         )
         logger.info(
             f"pipeline: {counted(num_micro_batches, 'micro-batch')} per step through "
@@ -188,8 +190,8 @@ class PipelineStrategy(ShardedStrategy):
         return make_schedule(
             self._schedule_name,
             stages,
-            micro_batches=num_micro_batches,
-            objective=self._last_stage_objective,
+            num_micro_batches=num_micro_batches,
+            compute_objective=self._last_stage_objective,
         )
 
     def _last_stage_objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
@@ -208,11 +210,14 @@ class PipelineStrategy(ShardedStrategy):
         return values
 
     def _reduce_gradients(self) -> None:
+        """Average gradients over the ranks that share weights, and sum those of tied weights."""
         super()._reduce_gradients()
-        if self.dims.experts_alone:  # the other weights are the same on the ranks of `shard`
-            experts = {p.grad for p in self._divided_experts}
-            others = [p.grad for p in self.parameters if p.grad is not None]
-            self._average_gradients([g for g in others if g not in experts], "shard")
+        if self.dims.shards_only_experts:  # the other weights are the same on the ranks of `shard`
+            expert_gradients = {p.grad for p in self._divided_experts}
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            self._average_gradients(
+                [gradient for gradient in gradients if gradient not in expert_gradients], "shard"
+            )
         self._average_gradients(
             [p.grad for p in self.local_parameters if p.grad is not None], "replicate"
         )
@@ -229,8 +234,8 @@ class PipelineStrategy(ShardedStrategy):
     def _norm_parameters(self) -> list[Tensor]:
         return self._norm_params
 
-    def _gradient_norm(self) -> Tensor:
-        square = super()._gradient_norm().square()
+    def _compute_gradient_norm(self) -> Tensor:
+        square = super()._compute_gradient_norm().square()
         dist.all_reduce(square, group=self._pipeline_group)
         return square.sqrt()
 
@@ -260,8 +265,10 @@ class PipelineStrategy(ShardedStrategy):
         num_ranks = self.dims.pipeline
         next_rank = (self._stage_rank + 1) % num_ranks
         pending_sends, outputs = [], []
-        for pieces in zip(*(tensor.chunk(num_ranks) for tensor in arguments.values()), strict=True):
-            piece = dict(zip(arguments, pieces, strict=True))
+        for piece_tensors in zip(
+            *(tensor.chunk(num_ranks) for tensor in arguments.values()), strict=True
+        ):
+            piece = dict(zip(arguments, piece_tensors, strict=True))
             for stage_index, stage in zip(self.stage_indices, self.stages, strict=True):
                 stage_input = piece["input_ids"]
                 if stage_index > 0:
@@ -270,12 +277,12 @@ class PipelineStrategy(ShardedStrategy):
                 if stage_index == self.num_stages - 1:
                     outputs.append(output)
                 else:
-                    work = dist.isend(output, group=self._pipeline_group, group_dst=next_rank)
-                    pending_sends.append((work, output))
+                    send = dist.isend(output, group=self._pipeline_group, group_dst=next_rank)
+                    pending_sends.append((send, output))
         # Keep the outputs alive until their messages have been sent.
-        for work, _ in pending_sends:
-            if work is not None:
-                work.wait()
+        for send, _ in pending_sends:
+            if send is not None:
+                send.wait()
         return outputs
 
     def _receive_hidden(self, num_samples: int, num_tokens: int) -> Tensor:
@@ -302,25 +309,25 @@ class PipelineStrategy(ShardedStrategy):
         stages hold the same tensor, torch.distributed.checkpoint writes one copy.
         """
         stage_rank = self._stage_rank if self._cut.tied.isdisjoint(path.split("/")) else 0
-        return self.dims.groups("replicate", "shard", "context", "tensor")[stage_rank]
+        return self.dims.list_rank_groups("replicate", "shard", "context", "tensor")[stage_rank]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def gather_full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's parameters and persistent buffers on rank 0's host."""
         reshard(self.wrapped)
         specs_by_rank = gather(
             {name: (tensor.shape, tensor.dtype) for name, tensor in self.model.state_dict().items()}
         )
         sender_by_name: dict[str, int] = {}
-        for rank in self.dims.groups("pipeline")[0]:  # stage by stage
+        for rank in self.dims.list_rank_groups("pipeline")[0]:  # stage by stage
             for name in specs_by_rank[rank]:
                 sender_by_name.setdefault(name, rank)
         state_dict = {}
         for name, tensor in self.model.state_dict().items():
-            gathered = full_tensor(tensor)  # on all ranks, because it is an all-gather
+            full_weight = full_tensor(tensor)  # on all ranks, because it is an all-gather
             if self.rank == 0:
-                state_dict[name] = gathered.detach().cpu()
+                state_dict[name] = full_weight.detach().cpu()
             elif self.rank == sender_by_name[name]:
-                dist.send(gathered.detach().cpu().contiguous(), 0)
+                dist.send(full_weight.detach().cpu().contiguous(), 0)
         # In the senders' order, stage by stage: messages of one rank arrive in order.
         for name, rank in sender_by_name.items():
             if self.rank == 0 and rank > 0:
@@ -343,7 +350,7 @@ def _join_arguments(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any) -> None:
     """Sum tensors over ranks, in place, in a few large messages."""
-    for tensors_of_bucket in bucket_groups(tensors):
+    for tensors_of_bucket in group_for_buckets(tensors):
         bucket = Bucket(tensors_of_bucket)
         bucket.fill()
         dist.all_reduce(bucket.flat, group=group)

@@ -195,7 +195,7 @@ def cut_model(
         stage, placeholders = _make_stage(loss, modules, layers[stage_index])
         stages.append(stage)
         placeholders_by_stage.append(placeholders)
-    model_view = _replace_submodules(model, _common_placeholders(placeholders_by_stage))
+    model_view = _replace_submodules(model, _choose_common_placeholders(placeholders_by_stage))
     first_parameters = _parameters_of(modules.of_stage(layers[0]))
     last_parameters = _parameters_of(modules.of_stage(layers[-1]))
     tied_parameters = first_parameters & last_parameters
@@ -290,7 +290,7 @@ def _make_stage(
     return PipelineStage(loss_view, io, is_last=is_last), placeholders
 
 
-def _common_placeholders(placeholders_by_stage: Sequence[_Placeholders]) -> _Placeholders:
+def _choose_common_placeholders(placeholders_by_stage: Sequence[_Placeholders]) -> _Placeholders:
     """Return a placeholder for each module that no stage of a rank holds.
 
     If several stages have a placeholder, prefer one with a (tied) parameter.
@@ -299,8 +299,12 @@ def _common_placeholders(placeholders_by_stage: Sequence[_Placeholders]) -> _Pla
     for module in placeholders_by_stage[0]:
         if all(module in placeholders for placeholders in placeholders_by_stage):
             candidates = [placeholders[module] for placeholders in placeholders_by_stage]
-            with_parameters = [c for c in candidates if any(True for _ in c.parameters())]
-            common_placeholders[module] = (with_parameters or candidates)[0]
+            tied_candidates = [
+                placeholder
+                for placeholder in candidates
+                if next(placeholder.parameters(), None) is not None
+            ]
+            common_placeholders[module] = (tied_candidates or candidates)[0]
     return common_placeholders
 
 

@@ -70,7 +70,7 @@ class FileChunk:
     stop: int | None = None
     consumed: int = 0
 
-    def blocks(self) -> Iterator[bytes]:
+    def read_blocks(self) -> Iterator[bytes]:
         """Yield the decompressed bytes of the chunk.
 
         Raises:
@@ -160,7 +160,7 @@ class FileChunk:
         # The window of files packed with --long=31, as large corpora are.
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
-    def line_blocks(self, *, is_skippable: bool = True) -> Iterator[bytes]:
+    def read_line_blocks(self, *, is_skippable: bool = True) -> Iterator[bytes]:
         """Yield blocks of whole lines with their line feeds; the file's last line may lack one.
 
         A byte order mark is left out. A line feed is never a byte of another UTF-8 character, so
@@ -171,36 +171,36 @@ class FileChunk:
             is_skippable: Whether the policy decides about such a line; otherwise it raises.
 
         Raises:
-            DataError: As `blocks`, or a line has more than `MAX_DOCUMENT_BYTES`.
+            DataError: As `read_blocks`, or a line has more than `MAX_DOCUMENT_BYTES`.
         """
         byte_order_mark = BOM if self.start == 0 else b""
-        pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
+        line_pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
         line_bytes, line_number, is_too_long = 0, 1, False  # of this line
-        for block in self.blocks():
-            line_end = block.find(b"\n")
-            line_bytes += len(block) if line_end < 0 else line_end
+        for block in self.read_blocks():
+            first_line_end = block.find(b"\n")
+            line_bytes += len(block) if first_line_end < 0 else first_line_end
             if line_bytes > MAX_DOCUMENT_BYTES:
                 if not is_too_long:
                     self._report_long_line(line_number, is_skippable=is_skippable)
-                is_too_long, pieces = True, []
-                block = b"" if line_end < 0 else block[line_end:]
+                is_too_long, line_pieces = True, []
+                block = b"" if first_line_end < 0 else block[first_line_end:]
 
-            lines_end = block.rfind(b"\n") + 1
-            if lines_end == 0:
-                pieces.append(block)
+            whole_lines_end = block.rfind(b"\n") + 1
+            if whole_lines_end == 0:
+                line_pieces.append(block)
                 continue
-            lines = b"".join([*pieces, block[:lines_end]])
-            yield lines.removeprefix(byte_order_mark)
+            whole_lines = b"".join([*line_pieces, block[:whole_lines_end]])
+            yield whole_lines.removeprefix(byte_order_mark)
             byte_order_mark = b""
-            pieces = [block[lines_end:]]
-            line_bytes, is_too_long = len(block) - lines_end, False
-            line_number += lines.count(b"\n")
-        if last_line := b"".join(pieces).removeprefix(byte_order_mark):
+            line_pieces = [block[whole_lines_end:]]
+            line_bytes, is_too_long = len(block) - whole_lines_end, False
+            line_number += whole_lines.count(b"\n")
+        if last_line := b"".join(line_pieces).removeprefix(byte_order_mark):
             yield last_line
 
     def _report_long_line(self, line_number: int, *, is_skippable: bool) -> None:
         """Report a line that is too long as a bad record, or raise the error."""
-        error = self.error(
+        error = self.make_line_error(
             line_number,
             f"the line has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a "
             "document; cut it into several.",
@@ -209,7 +209,7 @@ class FileChunk:
             raise error
         self.on_bad_record(error)
 
-    def error(self, line_number: int, message: str) -> DataError:
+    def make_line_error(self, line_number: int, message: str) -> DataError:
         """Return an error that names a line of the file.
 
         Args:
@@ -222,7 +222,7 @@ class FileChunk:
             line_and_byte = f"line {line_number} of those from byte {self.start:,} on"
             return DataError(f"{self.path}, {line_and_byte}: {message}")
         preceding = FileChunk(path=self.path, stop=self.start)
-        line_number += sum(block.count(b"\n") for block in preceding.blocks())
+        line_number += sum(block.count(b"\n") for block in preceding.read_blocks())
         return DataError(f"{self.path}, line {line_number}: {message}")
 
 

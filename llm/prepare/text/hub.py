@@ -8,10 +8,10 @@ from typing import Any
 
 from llm.data.dataset_folder import find_saved_dataset
 from llm.data.hub_files import explain_dataset_errors
-from llm.data.text_identity import Json, Stamps, dataset_files, dataset_identity
+from llm.data.text_identity import Json, Stamps, identify_dataset, stamp_dataset_files
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.readers import choose_column, record_batches
+from llm.prepare.text.readers import batch_record_texts, choose_column
 from llm.prepare.text.sources import Source
 
 _BATCH_ROWS = 1000
@@ -21,7 +21,7 @@ _STRING_TYPES = ("string", "large_string", "string_view")
 logger = logging.getLogger("llm.data")
 
 
-def dataset_sources(
+def make_dataset_sources(
     dataset_name: str,
     dataset_config_name: str | None,
     *,
@@ -46,7 +46,7 @@ def dataset_sources(
     Raises:
         DataError: The folder has a broken link.
     """
-    files = dataset_files(dataset_name)
+    files = stamp_dataset_files(dataset_name)
     loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
     return {split: _DatasetSplit(loader, split, text_column) for split in splits}
 
@@ -142,7 +142,7 @@ class _DatasetSplit:
         self._range: tuple[int, int] | None = None
 
     def identity(self) -> dict[str, Json]:
-        return dataset_identity(
+        return identify_dataset(
             self._loader.name,
             self._loader.config,
             split=self._split,
@@ -178,7 +178,7 @@ class _DatasetSplit:
         elif self._range is not None:
             first_row, end_row = self._range
             data = data.select(range(first_row, end_row))
-        yield from record_batches(
+        yield from batch_record_texts(
             self._read_column(data, column),
             lambda number: f"{location}, row {first_row + number}",
             on_bad_record or BadRecordPolicy(),
@@ -205,22 +205,29 @@ class _DatasetSplit:
         with self._loader.explain_dataset_errors():
             if data.features:
                 type_by_column = {
-                    name: getattr(kind, "dtype", "") for name, kind in data.features.items()
+                    name: getattr(column_type, "dtype", "")
+                    for name, column_type in data.features.items()
                 }
-                texts = [name for name, kind in type_by_column.items() if kind in _STRING_TYPES]
-                nulls = [name for name, kind in type_by_column.items() if kind == "null"]
-                columns, records = list(type_by_column), ""
+                text_columns = [
+                    name
+                    for name, column_type in type_by_column.items()
+                    if column_type in _STRING_TYPES
+                ]
+                null_columns = [
+                    name for name, column_type in type_by_column.items() if column_type == "null"
+                ]
+                columns, record_scope = list(type_by_column), ""
             else:
                 row: dict[str, Any] = next(iter(data), {})
-                texts = [name for name, value in row.items() if isinstance(value, str)]
-                nulls = [name for name, value in row.items() if value is None]
-                columns, records = list(row), "in its first row"
+                text_columns = [name for name, value in row.items() if isinstance(value, str)]
+                null_columns = [name for name, value in row.items() if value is None]
+                columns, record_scope = list(row), "in its first row"
         return choose_column(
             columns,
             self._text_column,
             self.name,
-            texts=texts,
-            nulls=nulls,
-            records=records,
+            text_columns=text_columns,
+            null_columns=null_columns,
+            record_scope=record_scope,
             log_choice=self._range is None or self._range[0] == 0,
         )

@@ -17,17 +17,17 @@ import orjson
 from llm.errors import DataError
 from llm.prepare.text.blocks import BOM, FileChunk
 from llm.prepare.text.readers import (
+    batch_record_texts,
     check_text,
     choose_column,
     describe_decode_error,
-    record_batches,
 )
 
 _NUM_COLUMN_RECORDS = 100
 """Number of records at the beginning of a file that decide its text column."""
 
 
-def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
+def read_jsonl_texts(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a file with one JSON object per line."""
     column = chunk.text_column
     if column is None:  # from the beginning of the file, so that all chunks choose the same column
@@ -35,7 +35,7 @@ def json_lines(chunk: FileChunk) -> Iterator[list[str]]:
             _first_records(chunk.path), chunk.path, log_choice=chunk.start == 0
         )
     num_preceding_lines = 0
-    for block in chunk.line_blocks():
+    for block in chunk.read_line_blocks():
         texts = _read_block(chunk, block, column, num_preceding_lines)
         num_preceding_lines += block.count(b"\n")
         if texts:
@@ -53,30 +53,30 @@ def _read_block(chunk: FileChunk, block: bytes, column: str, num_preceding_lines
     """
     texts: list[str] = []
     line_number = num_preceding_lines
-    view, start = memoryview(block), 0  # a view, so that slices are not copied
-    while start < len(block):
-        end = block.find(b"\n", start)
-        end = len(block) if end < 0 else end
+    block_view, line_start = memoryview(block), 0  # a view, so that slices are not copied
+    while line_start < len(block):
+        line_end = block.find(b"\n", line_start)
+        line_end = len(block) if line_end < 0 else line_end
         line_number += 1
         # Fast path for nearly all lines; the others take the slow path below.
         try:
-            text = orjson.loads(view[start:end])[column]
+            text = orjson.loads(block_view[line_start:line_end])[column]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             text = None
         if type(text) is str:
             texts.append(text)
-        elif raw := block[start:end].strip():
+        elif raw_line := block[line_start:line_end].strip():
             try:
-                texts.append(_extract_text(_parse_line(raw), column))
+                texts.append(_extract_text(_parse_line(raw_line), column))
             except DataError as error:
-                chunk.on_bad_record(chunk.error(line_number, str(error)))
-        start = end + 1
+                chunk.on_bad_record(chunk.make_line_error(line_number, str(error)))
+        line_start = line_end + 1
     return texts
 
 
 def _first_records(path: Path) -> Iterator[Any]:
     """Yield the records of a file of lines, except those that cannot be read."""
-    for block in FileChunk(path=path).line_blocks():
+    for block in FileChunk(path=path).read_line_blocks():
         for raw in filter(None, map(bytes.strip, io.BytesIO(block))):
             with contextlib.suppress(DataError):
                 yield _parse_line(raw)
@@ -105,14 +105,19 @@ def _choose_record_column(records: Iterable[Any], path: Path, *, log_choice: boo
         list(values_by_column),
         None,
         path,
-        texts=text_columns,
-        nulls=null_columns,
-        records=f"in the first {_NUM_COLUMN_RECORDS} records",
+        text_columns=text_columns,
+        null_columns=null_columns,
+        record_scope=f"in the first {_NUM_COLUMN_RECORDS} records",
         log_choice=log_choice,
     )
 
 
 def _extract_text(record: Any, column: str) -> str:
+    """Return the text of a JSON object.
+
+    Raises:
+        DataError: It is not an object with this key, or the value is not a text.
+    """
     if not isinstance(record, dict):
         raise DataError("a record must be a JSON object with fields.")
     if column not in record:
@@ -124,9 +129,9 @@ def _extract_text(record: Any, column: str) -> str:
     return check_text(record[column])
 
 
-def _parse_line(raw: bytes) -> Any:
+def _parse_line(raw_line: bytes) -> Any:
     try:
-        return _parse_json(raw.decode())
+        return _parse_json(raw_line.decode())
     except UnicodeDecodeError as error:
         raise DataError(describe_decode_error(error)) from error
     except json.JSONDecodeError as error:
@@ -145,20 +150,20 @@ def _parse_json(text: str) -> Any:
         raise DataError("the brackets are nested too deep for JSON.") from error
 
 
-def json_records(chunk: FileChunk) -> Iterator[list[str]]:
+def read_json_texts(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a file with a JSON array of objects, or with one object per line.
 
     An array is read as a whole.
     """
     path = chunk.path
     if not _holds_array(path):
-        yield from json_lines(chunk)
+        yield from read_jsonl_texts(chunk)
         return
-    records = _parse_array(path, b"".join(chunk.blocks()).removeprefix(BOM))
+    records = _parse_array(path, b"".join(chunk.read_blocks()).removeprefix(BOM))
     column = chunk.text_column
     if column is None:
         column = _choose_record_column(records, path)
-    yield from record_batches(
+    yield from batch_record_texts(
         records,
         lambda number: f"{path}, record {number}",
         chunk.on_bad_record,
@@ -168,7 +173,7 @@ def json_records(chunk: FileChunk) -> Iterator[list[str]]:
 
 def _holds_array(path: Path) -> bool:
     """Return whether the first character of a file, except blanks, begins a JSON array."""
-    for block in FileChunk(path=path).blocks():
+    for block in FileChunk(path=path).read_blocks():
         text = block.removeprefix(BOM).lstrip()
         if text:
             return text.startswith(b"[")

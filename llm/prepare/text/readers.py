@@ -45,39 +45,40 @@ def check_text(value: object) -> str:
 
 def choose_column(
     columns: Sequence[str],
-    requested: str | None,
+    requested_column: str | None,
     location: object,
     *,
-    texts: Sequence[str],
-    nulls: Sequence[str] = (),
-    records: str = "",
+    text_columns: Sequence[str],
+    null_columns: Sequence[str] = (),
+    record_scope: str = "",
     log_choice: bool = True,
 ) -> str:
-    """Return the column with the text: `requested`, else `text`, else the only column of strings.
+    """Return the column with the text: the requested one, `text`, or the only column of strings.
 
     Args:
         columns: All columns.
-        requested: The column that the user names, or None.
+        requested_column: The column that the user names, or None.
         location: The file or data set, for messages.
-        texts: The columns that hold strings.
-        nulls: The columns that hold only nulls, which may hold strings in other records.
-        records: The records that `texts` and `nulls` are about, such as `in its first row`; all
-            records by default.
+        text_columns: The columns that hold strings.
+        null_columns: The columns that hold only nulls, which may hold strings in other records.
+        record_scope: The records that were searched for strings and nulls, such as `in its first
+            row`; all records by default.
         log_choice: Whether to log the choice of another column than `text`.
 
     Raises:
         DataError: The column does not exist, or exists more than once, or another column may
             hold the text; the message lists the columns of strings.
     """
-    column = requested
-    if column is None and "text" not in columns and len(texts) == 1:
-        column = texts[0]
-        reason = f"the only column with text {records}".rstrip()
-        if nulls:
+    column = requested_column
+    if column is None and "text" not in columns and len(text_columns) == 1:
+        column = text_columns[0]
+        reason = f"the only column with text {record_scope}".rstrip()
+        if null_columns:
             raise DataError(
-                f"{location} has no column 'text'. {column!r} is {reason}, but {nulls[0]!r} is "
-                "null there and may be the right one; choose with --text_column from: "
-                f"{', '.join((column, *nulls))}."
+                f"{location} has no column 'text'. {column!r} is {reason}, but "
+                f"{null_columns[0]!r} is null there and may be the right one; choose with "
+                "--text_column from: "
+                f"{', '.join((column, *null_columns))}."
             )
         if log_choice:
             logger.info(f"{location}: no column is named 'text'; taking {column!r}, {reason}")
@@ -86,7 +87,7 @@ def choose_column(
     if column not in columns:
         raise DataError(
             f"{location} has no column {column!r}; choose one with --text_column from: "
-            f"{', '.join(texts or columns) or 'none at all'}."
+            f"{', '.join(text_columns or columns) or 'none at all'}."
         )
     if columns.count(column) > 1:
         raise DataError(f"{location} has several columns {column!r}; rename all but the right one.")
@@ -107,34 +108,41 @@ def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def record_batches(
+def batch_record_texts(
     records: Iterable[Any],
     describe_location: Callable[[int], str],
     on_bad_record: BadRecordPolicy,
-    text_of: Callable[[Any], str] = check_text,
+    extract_text: Callable[[Any], str] = check_text,
 ) -> Iterator[list[str]]:
     """Yield the texts of records in batches of a few MiB.
 
     Args:
         records: The records.
         describe_location: Returns where a record is, counted from 1, for messages.
-        on_bad_record: What to do with records that `text_of` refuses with a DataError.
-        text_of: Returns the text of a record.
+        on_bad_record: What to do with records that `extract_text` refuses with a DataError.
+        extract_text: Returns the text of a record.
     """
-
-    def texts() -> Iterator[str]:
-        for number, record in enumerate(records, 1):
-            try:
-                text = text_of(record)
-            except DataError as error:
-                on_bad_record(DataError(f"{describe_location(number)}: {error}"))
-            else:
-                yield text
-
-    return batch_texts(texts())
+    texts = _extract_texts(records, describe_location, on_bad_record, extract_text)
+    return batch_texts(texts)
 
 
-def text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[str]]:
+def _extract_texts(
+    records: Iterable[Any],
+    describe_location: Callable[[int], str],
+    on_bad_record: BadRecordPolicy,
+    extract_text: Callable[[Any], str],
+) -> Iterator[str]:
+    """Yield the texts of records one by one; for the arguments see `batch_record_texts`."""
+    for record_number, record in enumerate(records, 1):
+        try:
+            text = extract_text(record)
+        except DataError as error:
+            on_bad_record(DataError(f"{describe_location(record_number)}: {error}"))
+        else:
+            yield text
+
+
+def read_text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[str]]:
     """Yield the lines of a text file with their line feeds; only line feeds end a line.
 
     Args:
@@ -143,11 +151,11 @@ def text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[
             otherwise they raise an error.
     """
     line_number = 1
-    for block in chunk.line_blocks(is_skippable=is_skippable):
+    for block in chunk.read_line_blocks(is_skippable=is_skippable):
         try:
             text = block.decode()
         except UnicodeDecodeError:
-            text = _decodable_lines(chunk, block, line_number, is_skippable=is_skippable)
+            text = _decode_lines(chunk, block, line_number, is_skippable=is_skippable)
         line_number += block.count(b"\n")
         # str.splitlines would also split at Unicode separators and at a lone "\r".
         lines = text.split("\n")
@@ -159,16 +167,16 @@ def text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[
             yield lines
 
 
-def _decodable_lines(
+def _decode_lines(
     chunk: FileChunk, block: bytes, first_line_number: int, *, is_skippable: bool
 ) -> str:
     """Return the lines of a block that are UTF-8; report the others as bad records."""
     lines = []
-    for line_number, raw in enumerate(io.BytesIO(block), first_line_number):
+    for line_number, raw_line in enumerate(io.BytesIO(block), first_line_number):
         try:
-            lines.append(raw.decode())
+            lines.append(raw_line.decode())
         except UnicodeDecodeError as error:
-            bad_record_error = chunk.error(line_number, describe_decode_error(error))
+            bad_record_error = chunk.make_line_error(line_number, describe_decode_error(error))
             if not is_skippable:
                 raise bad_record_error from error
             chunk.on_bad_record(bad_record_error)
@@ -180,15 +188,15 @@ def describe_decode_error(error: UnicodeDecodeError) -> str:
     return f"byte {error.start + 1} of the line is not UTF-8; convert the file to UTF-8."
 
 
-def bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
+def read_bare_lines(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the lines of a text file without their line breaks; a blank line is an empty text."""
-    for lines in text_lines(chunk):
+    for lines in read_text_lines(chunk):
         yield [line.rstrip("\r\n") if line.strip() else "" for line in lines]
 
 
 def paragraphs(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the paragraphs of a text file, separated by blank lines, without the last break."""
-    return record_batches(
+    return batch_record_texts(
         _read_paragraphs(chunk),
         lambda number: f"{chunk.path}, paragraph {number}",
         chunk.on_bad_record,
@@ -212,7 +220,7 @@ def _read_paragraphs(chunk: FileChunk) -> Iterator[_Paragraph]:
     """Yield the paragraphs of a text file; the lines of one that is too large are not collected."""
     lines: list[str] = []
     num_bytes = 0
-    for batch in text_lines(chunk):
+    for batch in read_text_lines(chunk):
         for line in batch:
             if line.strip():
                 num_bytes += len(line.encode())
@@ -235,29 +243,30 @@ def _paragraph_text(paragraph: _Paragraph) -> str:
 def csv_records(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of a CSV file with the column names in its first line."""
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the module's own limit is 128 KiB
-    return batch_texts(_csv_texts(chunk))
+    return batch_texts(_read_csv_texts(chunk))
 
 
-def _csv_texts(chunk: FileChunk) -> Iterator[str]:
+def _read_csv_texts(chunk: FileChunk) -> Iterator[str]:
+    """Yield the texts of a CSV file with a header; report rows of another length as bad records."""
     # Skipping a line that is not UTF-8 could break the quotes of its neighbors.
-    lines = (line for batch in text_lines(chunk, is_skippable=False) for line in batch)
+    lines = (line for batch in read_text_lines(chunk, is_skippable=False) for line in batch)
     reader = csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
         column_index = header.index(
-            choose_column(header, chunk.text_column, chunk.path, texts=header)
+            choose_column(header, chunk.text_column, chunk.path, text_columns=header)
         )
         for fields in reader:
             if len(fields) == len(header):
                 yield fields[column_index]
             elif fields:
                 message = f"there are {len(fields)} fields, but the header names {len(header)}."
-                chunk.on_bad_record(chunk.error(reader.line_num, message))
+                chunk.on_bad_record(chunk.make_line_error(reader.line_num, message))
     except csv.Error as error:
-        raise chunk.error(reader.line_num, f"malformed CSV, {error}.") from error
+        raise chunk.make_line_error(reader.line_num, f"malformed CSV, {error}.") from error
 
 
-def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
+def read_parquet_texts(chunk: FileChunk) -> Iterator[list[str]]:
     """Yield the texts of the row groups `start` to `stop` of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -265,13 +274,16 @@ def parquet_records(chunk: FileChunk) -> Iterator[list[str]]:
     try:
         with pq.ParquetFile(chunk.path) as file:
             column = _choose_parquet_column(file, chunk)
-            groups = range(file.num_row_groups)
-            first_row = sum(file.metadata.row_group(i).num_rows for i in groups[: chunk.start])
+            row_groups = range(file.num_row_groups)
+            first_row = sum(
+                file.metadata.row_group(group_index).num_rows
+                for group_index in row_groups[: chunk.start]
+            )
             batches = file.iter_batches(
-                1000, row_groups=list(groups[chunk.start : chunk.stop]), columns=[column]
+                1000, row_groups=list(row_groups[chunk.start : chunk.stop]), columns=[column]
             )
             values = (value for batch in batches for value in batch.column(0).to_pylist())
-            yield from record_batches(
+            yield from batch_record_texts(
                 values,
                 lambda number: f"{chunk.path}, row {first_row + number}",
                 chunk.on_bad_record,
@@ -289,8 +301,8 @@ def _choose_parquet_column(file: Any, chunk: FileChunk) -> str:
         schema.names,
         chunk.text_column,
         chunk.path,
-        texts=[field.name for field in schema if _is_string_type(field.type)],
-        nulls=[field.name for field in schema if pa.types.is_null(field.type)],
+        text_columns=[field.name for field in schema if _is_string_type(field.type)],
+        null_columns=[field.name for field in schema if pa.types.is_null(field.type)],
         log_choice=chunk.start == 0,
     )
 

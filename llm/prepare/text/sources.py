@@ -26,23 +26,23 @@ from llm.data.text_identity import (
 )
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy, FileChunk
-from llm.prepare.text.json_reader import json_lines, json_records
+from llm.prepare.text.json_reader import read_json_texts, read_jsonl_texts
 from llm.prepare.text.readers import (
     Reader,
-    bare_lines,
     csv_records,
     num_row_groups,
     paragraphs,
-    parquet_records,
-    text_lines,
+    read_bare_lines,
+    read_parquet_texts,
+    read_text_lines,
 )
 
 _READERS: dict[str, Reader] = {
     ".csv": csv_records,
-    ".json": json_records,
-    ".jsonl": json_lines,
-    ".ndjson": json_lines,
-    ".parquet": parquet_records,
+    ".json": read_json_texts,
+    ".jsonl": read_jsonl_texts,
+    ".ndjson": read_jsonl_texts,
+    ".parquet": read_parquet_texts,
 }
 
 logger = logging.getLogger("llm.data")
@@ -89,7 +89,7 @@ class Source(Protocol):
         """
 
 
-def file_source(
+def make_file_source(
     path: Path,
     *,
     text_column: str | None,
@@ -118,7 +118,7 @@ def file_source(
     )
     if kind != ".txt":
         return _FileSource(path, _READERS[kind], text_column=text_column, options=options)
-    line_reader = text_lines if options["keep_linebreaks"] else bare_lines
+    line_reader = read_text_lines if options["keep_linebreaks"] else read_bare_lines
     return _FileSource(
         path,
         paragraphs if text_unit == "paragraph" else line_reader,
@@ -127,7 +127,7 @@ def file_source(
     )
 
 
-def file_sources(
+def make_file_sources(
     paths: Iterable[Path],
     *,
     text_column: str | None,
@@ -135,9 +135,9 @@ def file_sources(
     text_unit: TextUnit = "file",
     option: str,
 ) -> list[Source]:
-    """Return the sources of several files; see `file_source`."""
+    """Return the sources of several files; see `make_file_source`."""
     return [
-        file_source(
+        make_file_source(
             path,
             text_column=text_column,
             keep_linebreaks=keep_linebreaks,
@@ -148,7 +148,7 @@ def file_sources(
     ]
 
 
-def text_sources(
+def find_text_sources(
     inputs: Sequence[str], *, text_column: str | None, text_unit: TextUnit = "file"
 ) -> list[Source]:
     """Return the sources of --input (files, globs and folders) in the given order.
@@ -158,8 +158,8 @@ def text_sources(
 
     Args:
         inputs: Paths and patterns; `**` in a pattern stands for any folders.
-        text_column: As for `file_source`.
-        text_unit: As for `file_source`.
+        text_column: As for `make_file_source`.
+        text_unit: As for `make_file_source`.
 
     Raises:
         DataError: An input matches no file or a broken link, or a file is given twice.
@@ -178,7 +178,7 @@ def text_sources(
             files = _find_matching_files(name)
         paths += files
     refuse_duplicates(paths, "--input")
-    return file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
+    return make_file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
 
 
 def _find_matching_files(pattern: str) -> list[Path]:
@@ -247,7 +247,7 @@ class _FileSource:
 
     def split(self, num_bytes: int) -> list[Source]:
         size = self.files[self._path]["size"]
-        bounds = self._chunk_bounds(size, num_bytes)
+        bounds = self._choose_chunk_bounds(size, num_bytes)
         if len(bounds) < 3 or self.one_document:
             return [self]
         chunks: list[Source] = []
@@ -258,18 +258,18 @@ class _FileSource:
             chunks.append(chunk)
         return chunks
 
-    def _chunk_bounds(self, size: int, num_bytes: int) -> list[int]:
+    def _choose_chunk_bounds(self, size: int, num_bytes: int) -> list[int]:
         """Return the bounds of chunks, in row groups of Parquet, else in bytes.
 
         Args:
             size: Bytes of the file.
             num_bytes: Bytes of a chunk.
         """
-        if self._reader is parquet_records:
+        if self._reader is read_parquet_texts:
             num_groups = num_row_groups(self._path)
             num_chunks = max(1, min(num_groups, round(size / num_bytes)))
             return [num_groups * index // num_chunks for index in range(num_chunks + 1)]
-        if self._reader in (bare_lines, json_lines) and not is_compressed(self._path):
+        if self._reader in (read_bare_lines, read_jsonl_texts) and not is_compressed(self._path):
             return [*range(0, size, num_bytes), size]
         return [0]
 
@@ -280,7 +280,7 @@ class _FileSource:
         return self._reader(self._chunk)
 
 
-def check_unchanged(sources: Iterable[Source]) -> None:
+def check_sources_unchanged(sources: Iterable[Source]) -> None:
     """Compare the files of sources with their state when the sources were made.
 
     Raises:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from llm.config.duration import Duration
 from llm.data.batch_plan import plan_batches
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import choose_layout, make_extensions
 
@@ -21,7 +21,7 @@ def check_ranks(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
         ConfigError: The ranks cannot be divided this way; the message is the trainer's.
     """
     num_ranks = nodes * ranks_per_node
-    dims = parallel_dims(config, num_ranks)
+    dims = make_parallel_dims(config, num_ranks)
     choose_layout(
         config,
         make_extensions(config),

@@ -4,9 +4,9 @@ import bisect
 import dataclasses
 from functools import partial
 
-from llm.data.batch_plan import micro_batch_sizes
+from llm.data.batch_plan import list_micro_batch_sizes
 from llm.errors import ConfigError
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.tools.plan.estimate import estimate
 from llm.tools.plan.job import Job
 from llm.tools.plan.options import PlanOptions
@@ -18,8 +18,8 @@ def fit_batch_size(options: PlanOptions) -> PlanOptions:
     Raises:
         ConfigError: The run cannot be planned with a micro-batch of one sample.
     """
-    dims = parallel_dims(options, options.nodes * options.gpus_per_node)
-    sizes = micro_batch_sizes(options, world_size=dims.data_ranks)
+    dims = make_parallel_dims(options, options.nodes * options.gpus_per_node)
+    sizes = list_micro_batch_sizes(options, world_size=dims.data_ranks)
 
     # The next larger size does not fit, and neither does any above it.
     num_fitting = bisect.bisect_left(sizes, True, key=partial(_is_too_large, options))

@@ -9,12 +9,12 @@ from typing import Any
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.parallel.dims import ParallelDims
-from llm.parallel.pipeline.pipeline_schedule import bubble_fraction
+from llm.parallel.pipeline.pipeline_schedule import compute_bubble_fraction
 from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
 from llm.tools.plan.memory import FP8, HALF, Memory, peak_memory
 from llm.tools.plan.rank_model import FP32, num_elements
-from llm.trainers.gpt.config import planned_run_problems
+from llm.trainers.gpt.config import find_planned_run_problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class _RankTraffic:
             return None
         reduce_width = HALF if self._job.options.all_reduce_dtype == "bf16" else FP32
         gradient_elements = self._num_layers * self._block_elements + self._other_elements
-        if self._dims.experts_alone:  # replicas have other experts
+        if self._dims.shards_only_experts:  # replicas have other experts
             elements_elsewhere = self._experts.elements - self._experts.local_elements
             gradient_elements -= self._num_layers * elements_elsewhere
         size = 2 * (replicate - 1) / replicate * reduce_width * gradient_elements / self._shards
@@ -333,10 +333,10 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
     batches = job.batches(dims)  # called first because it refuses batches that cannot be traced
     memory, trace = peak_memory(job, dims), job.trace(dims.tensor, dims.context)
     transfers_of_rank = list_transfers(job, dims)
-    bubble = bubble_fraction(
-        ranks=dims.pipeline,
-        virtual_stages=job.options.virtual_stages,
-        micro_batches=batches.accumulation,
+    bubble = compute_bubble_fraction(
+        num_ranks=dims.pipeline,
+        stages_per_rank=job.options.virtual_stages,
+        num_micro_batches=batches.accumulation,
     )
     stage_flops = [len(layers) * trace.block_flops for layers in job.layers_of_ranks(dims.pipeline)]
     stage_flops[-1] += trace.loss_flops
@@ -386,7 +386,7 @@ def search(job: Job) -> list[Estimate]:
     estimates = []
     for tensor, context in itertools.product(_divisors_of(job.options.gpus_per_node), (1, 2, 4, 8)):
         # Nobody has tried what an extension adds to the optimizer with divided layers.
-        is_refused = tensor > 1 and job.options.besides_optimizer is not None
+        is_refused = tensor > 1 and job.options.extra_optimizer_option is not None
         if tensor * context <= job.options.gpus_per_node and not is_refused:
             estimates += _estimate_layouts(job, tensor, context)
     return sorted(estimates, key=_layout_sort_key)
@@ -429,7 +429,7 @@ def can_divide_experts(job: Job, dims: ParallelDims) -> bool:
         "context_parallel_size": dims.context,
         "pipeline_parallel_size": dims.pipeline,
     }
-    return not planned_run_problems(dataclasses.replace(job.options, **sizes))
+    return not find_planned_run_problems(dataclasses.replace(job.options, **sizes))
 
 
 def compare_experts(job: Job, dims: ParallelDims) -> tuple[Estimate, Estimate] | None:

@@ -34,7 +34,7 @@ from llm.tools.plan.rank_model import (
 )
 from llm.tools.plan.trace import Trace, trace
 from llm.trainers.gpt.inputs import choose_block_size, choose_dims
-from llm.trainers.gpt.seams import make_extensions, transforms_of
+from llm.trainers.gpt.seams import list_transforms, make_extensions
 
 USABLE_FRACTION = 0.95
 """Usable fraction of a GPU's memory; fragmentation takes the rest."""
@@ -171,7 +171,7 @@ class Job:
                 device=torch.device("meta"),
                 vocab_size=self._config.get_text_config().vocab_size,
                 tensor_parallel_size=options.tensor_parallel_size,
-                transforms=transforms_of(make_extensions(options), self._config),
+                transforms=list_transforms(make_extensions(options), self._config),
             )
 
     def batches(self, dims: ParallelDims) -> BatchPlan:
@@ -186,7 +186,9 @@ class Job:
         largest_batch = max(phase.global_batch_size for phase in plan.phases)
         batches = dataclasses.replace(plan, global_batch_size=largest_batch, later_phases=())
         check_micro_batches(
-            options.pipeline_schedule, ranks=dims.pipeline, micro_batches=batches.accumulation
+            options.pipeline_schedule,
+            num_ranks=dims.pipeline,
+            num_micro_batches=batches.accumulation,
         )
         return batches
 

@@ -120,12 +120,14 @@ class StagePlan:
         # Experts may be divided over other ranks than the rest.
         expert_params = [p for p in parameters if p in self.param_counts.experts]
         other_params = [p for p in parameters if p not in self.param_counts.experts]
-        expert_ranks = dims.expert if dims.experts_alone else self.num_shards
+        expert_ranks = dims.expert if dims.shards_only_experts else self.num_shards
         self.local_expert_elements, trained_experts = shard_sizes(expert_params, expert_ranks)
         local_elements, trained_elements = shard_sizes(other_params, self.num_shards)
         self.local_elements = local_elements + self.local_expert_elements
         self.trained_elements = trained_elements + trained_experts
-        self.bucket_elements = trained_elements if dims.experts_alone else self.trained_elements
+        self.bucket_elements = (
+            trained_elements if dims.shards_only_experts else self.trained_elements
+        )
         stack_elements = (p.numel() // expert_ranks for p in expert_params)
         self.largest_stack_elements = max(stack_elements, default=0)
 

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
-from llm.trainers.gpt.config import planned_run_problems
+from llm.trainers.gpt.config import find_planned_run_problems
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import make_extensions
 
@@ -77,7 +77,7 @@ def check(options: PlanOptions) -> None:
     Raises:
         ConfigError: One message with a sentence for each fault.
     """
-    problems = planned_run_problems(options)
+    problems = find_planned_run_problems(options)
     for extension in make_extensions(options):
         try:
             extension.bytes_per_parameter()

@@ -13,7 +13,7 @@ from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
 from llm.tools.plan.options import PlanOptions, check
-from llm.trainers.gpt.config import preset_options
+from llm.trainers.gpt.config import read_preset_options
 
 if TYPE_CHECKING:
     from llm.tools.plan.estimate import Estimate
@@ -62,7 +62,7 @@ def _parse_options(arguments: Sequence[str]) -> PlanOptions:
         prog="llm-trainers plan",
         description=_HELP,
         usage="[CONFIG.toml] [--OPTION VALUE ...]",
-        inherit=preset_options,
+        inherit=read_preset_options,
     )
     check(options)
     return options

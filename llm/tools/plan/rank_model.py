@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from llm.models.mixtures import find_experts
 from llm.models.sizes import find_blocks
 from llm.optim.run_optimizer import MatrixTraffic, StateMemory
-from llm.parallel.tensor_plans import check_tensor_parallel, sequence_plan, tensor_plan
+from llm.parallel.tensor_plans import check_tensor_parallel, make_tensor_plan, sequence_plan
 from llm.tools.plan.options import PlanOptions
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 
@@ -45,7 +45,7 @@ def split_model(
     if tensor_size == 1:
         return
     check_tensor_parallel(model.config, tensor_size)
-    plan = tensor_plan(model)
+    plan = make_tensor_plan(model)
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
         _split_module(modules[name], style, tensor_size)
@@ -58,7 +58,7 @@ def split_model(
 
 def count_columns(model: PreTrainedModel) -> int:
     """Return the number of matrices in layers that are divided by columns."""
-    return sum(style in _LAYER_COLUMNS for style in tensor_plan(model).styles.values())
+    return sum(style in _LAYER_COLUMNS for style in make_tensor_plan(model).styles.values())
 
 
 def _split_residual_stream(model: PreTrainedModel, tensor_size: int) -> None:
@@ -67,7 +67,7 @@ def _split_residual_stream(model: PreTrainedModel, tensor_size: int) -> None:
     One process stands for all ranks: where ranks would gather, a rank's tensor is repeated, which
     takes the same memory.
     """
-    plan, styles = sequence_plan(model), tensor_plan(model).styles
+    plan, styles = sequence_plan(model), make_tensor_plan(model).styles
     hooks = _SequenceHooks(tensor_size)
     model.get_submodule(plan.start).register_forward_pre_hook(hooks.shard_inputs)
     for name in plan.norms:

@@ -169,13 +169,13 @@ def _find_output_dir(arguments: Sequence[str]) -> Path:
         ProgramError: The trainer refuses the options.
     """
     from llm.trainers.gpt.main import parse_args
-    from llm.trainers.gpt.output_folder import default_output_dir
+    from llm.trainers.gpt.output_folder import choose_default_output_dir
 
     try:
         config = parse_args(arguments)
     except LLMError as error:
         raise ProgramError(str(error), exit_code=2) from error
-    return Path(config.output_dir or default_output_dir(config))
+    return Path(config.output_dir or choose_default_output_dir(config))
 
 
 def _run_trainer(

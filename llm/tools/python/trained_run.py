@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.checkpoint.format import checkpoint_folders
+from llm.checkpoint.format import list_checkpoint_folders
 from llm.errors import CheckpointError, ProgramError
 from llm.runtime.files import read_json_lines
 from llm.tools.python.child_process import run_program
@@ -113,7 +113,7 @@ class Run:
         """Return a folder with the model; a checkpoint is exported below `target`."""
         if self.status == "finished":
             return self.path
-        if not checkpoint_folders(self.path / "checkpoints"):
+        if not list_checkpoint_folders(self.path / "checkpoints"):
             raise CheckpointError(f"{self.path} has no model: it has neither finished nor saved.")
         export = target / "model"
         arguments = [str(self.path), "--export", "latest", str(export)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm.config.duration import Tokens
-from llm.data.batch_schedule import batch_phases, count_steps
+from llm.data.batch_schedule import count_steps, plan_batch_phases
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
 
@@ -134,7 +134,7 @@ def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[_B
     """Yield every border of batch sizes and data stages, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
-    phases = batch_phases(start["global_batch_size"], block_size=start["block_size"])
+    phases = plan_batch_phases(start["global_batch_size"], block_size=start["block_size"])
     for step, _, size in phases[1:]:
         yield _Border("batch", step, f"the batch grows to {size:,} samples")
     for stage_number, (previous_stage, stage) in enumerate(

@@ -24,8 +24,8 @@ from llm.tools.sweep.members import Base, Member, member_name, option_arguments
 from llm.trainers.gpt.compute_optimal_preset import (
     COMPUTE_OPTIMAL,
     compute_optimal_values,
-    model_fields,
     read_budget,
+    read_model_fields,
 )
 from llm.trainers.gpt.main import parse_args
 
@@ -181,10 +181,10 @@ def _count_tokens(user_options: Mapping[str, Any]) -> int:
         ConfigError: The tokenizer cannot be read.
     """
     from llm.tokenizers.load_tokenizer import load_tokenizer
-    from llm.trainers.gpt.data_tokenizer import with_tokenizer_of_data
+    from llm.trainers.gpt.data_tokenizer import use_tokenizer_of_data
     from llm.trainers.gpt.extensions import GPTConfig
 
-    config = with_tokenizer_of_data(GPTConfig(**user_options))
+    config = use_tokenizer_of_data(GPTConfig(**user_options))
     tokenizer = load_tokenizer(
         config,
         model_name_or_path=config.model_name_or_path,
@@ -203,7 +203,7 @@ def _describe_model(user_options: Mapping[str, Any], num_tokens: int) -> dict[st
     is_named = any(user_options.get(name) for name in _MODEL_NAMES)
     model: dict[str, Any] = {} if is_named else {"model_type": "gpt2"}
     overrides = user_options.get("config_overrides")
-    if model_fields({**user_options, **model})["vocab_size"] < num_tokens:
+    if read_model_fields({**user_options, **model})["vocab_size"] < num_tokens:
         vocabulary = f"vocab_size={num_tokens}"
         model["config_overrides"] = ",".join(filter(None, (overrides, vocabulary)))
     return model
@@ -223,13 +223,13 @@ def _fit_size(size: str, model: Mapping[str, Any]) -> dict[str, Any]:
         num_parameters = Tokens(size)
     except ValueError:
         raise ConfigError("a size is a number of parameters such as 60M or 1.3B.") from None
-    num_layers, hidden_size, num_heads = fit_shape(size, model_fields(model))
+    num_layers, hidden_size, num_heads = fit_shape(size, read_model_fields(model))
     shape = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
     }
-    total = count_parameters(model_fields({**model, **shape})).total
+    total = count_parameters(read_model_fields({**model, **shape})).total
     if abs(total / num_parameters - 1) > SIZE_TOLERANCE:
         raise ConfigError(
             f"--config_overrides {model.get('config_overrides')} sets layers, width or heads, "
@@ -260,7 +260,7 @@ def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[R
         ratios: The lengths in tokens per parameter, the shortest first.
     """
     num_parameters = count_parameters(
-        model_fields({**rung_base.user_options, **rung_base.shape})
+        read_model_fields({**rung_base.user_options, **rung_base.shape})
     ).total
     lengths = [math.ceil(ratio * num_parameters) for ratio in ratios]
     mean_length = round(math.exp(sum(map(math.log, lengths)) / len(lengths)))

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm.checkpoint.run_folder import RunFolder, describe_changes
-from llm.data.batch_schedule import batch_phases
+from llm.data.batch_schedule import plan_batch_phases
 from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, parse_skipped_ranges
 from llm.errors import ConfigError
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.tools.report.run_files import read_events
 from llm.tools.sweep.member_state import read_stopped_outcome
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.recorded_config import read_config
 from llm.trainers.gpt.recorded_options import (
-    fixed_options,
-    options_allowed_to_change,
+    list_changeable_options,
+    list_fixed_options,
     recorded_values,
 )
 
@@ -33,7 +33,7 @@ def training_values(
         num_ranks: Number of ranks; without it, an unknown global batch is left out.
         defaults: Values of another run, which give seed and precision if `config` does not.
     """
-    values = fixed_options(config, defaults=None if defaults is None else dict(defaults))
+    values = list_fixed_options(config, defaults=None if defaults is None else dict(defaults))
     free_values = recorded_values(config, "free")
     values |= {name: free_values[name] for name in _FREE_BUT_TRAINED_WITH}
     skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(config.skip_samples))
@@ -52,7 +52,7 @@ def _global_batch(config: GPTConfig, num_ranks: int | None) -> int | str | None:
     # A branch has the batch of its parent.
     if num_ranks is None or isinstance(micro_batch_size, str) or config.branch_from is not None:
         return None
-    data_ranks = parallel_dims(config, num_ranks).data_ranks
+    data_ranks = make_parallel_dims(config, num_ranks).data_ranks
     return micro_batch_size * data_ranks * config.gradient_accumulation_steps
 
 
@@ -103,11 +103,11 @@ def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
         batch = _read_batch(folder)
         recorded, values = _finished_values(config, recorded_config, batch, num_ranks=num_ranks)
     else:
-        allowed_names = options_allowed_to_change(config)
-        recorded = fixed_options(recorded_config)
+        allowed_names = list_changeable_options(config)
+        recorded = list_fixed_options(recorded_config)
         values = {
             name: value
-            for name, value in fixed_options(config, defaults=recorded).items()
+            for name, value in list_fixed_options(config, defaults=recorded).items()
             if name not in allowed_names
         }
     if changes := describe_changes(recorded, values):
@@ -133,8 +133,8 @@ def _finished_values(
         recorded["global_batch_size"] = batch_size
     if block_size is not None and batch_size is not None and "global_batch_size" in values:
         # In the record of 256@0,512@2B, the second phase begins at a whole step.
-        phases = batch_phases(values["global_batch_size"], block_size=block_size)
-        if phases == batch_phases(batch_size, block_size=block_size):
+        phases = plan_batch_phases(values["global_batch_size"], block_size=block_size)
+        if phases == plan_batch_phases(batch_size, block_size=block_size):
             values["global_batch_size"] = batch_size
     if recorded_config.on_loss_spike == "rewind":  # the run itself has skipped samples, too
         skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(recorded["skip_samples"]))

@@ -32,7 +32,7 @@ class AuxiliaryLoss:
 
     def __init__(self, context: "LoopContext", loss: Callable[[Tensor], Tensor]) -> None:
         dims, config = context.run.dims, context.run.config
-        if dims.data_ranks != dims.world_size or dims.expert > 1 or config.several_models:
+        if dims.data_ranks != dims.world_size or dims.expert > 1 or config.replica_option:
             raise ConfigError(
                 "An auxiliary loss of an extension has been tried on replicas and shards of one "
                 "model only; leave out the other kinds of parallelism, or the extension."
@@ -91,7 +91,7 @@ class AuxiliaryLoss:
             )
         return output
 
-    def count(self, losses: Tensor, is_real_sample: Tensor, *, num_tokens: int) -> Tensor:
+    def count_losses(self, losses: Tensor, is_real_sample: Tensor, *, num_tokens: int) -> Tensor:
         """Count the losses of a micro-batch; return the gradient of the rank's objective by them.
 
         Args:
@@ -99,10 +99,10 @@ class AuxiliaryLoss:
             is_real_sample: Which sequences count, bool [sequences].
             num_tokens: Tokens of a sequence.
         """
-        mask = is_real_sample.to(losses.dtype)
-        self._sums += torch.stack([(mask * losses).sum(), num_tokens * mask.sum()])
-        weight = self._strategy.token_weight * self._strategy.loss_scale()
-        return weight.to(losses.dtype) * mask
+        sample_mask = is_real_sample.to(losses.dtype)
+        self._sums += torch.stack([(sample_mask * losses).sum(), num_tokens * sample_mask.sum()])
+        token_weight = self._strategy.token_weight * self._strategy.loss_scale()
+        return token_weight.to(losses.dtype) * sample_mask
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -122,5 +122,5 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Count the losses, and return the gradients of hidden states and losses."""
         [losses] = ctx.saved_tensors
-        gradient = ctx.auxiliary.count(losses, ctx.is_real_sample, num_tokens=ctx.num_tokens)
+        gradient = ctx.auxiliary.count_losses(losses, ctx.is_real_sample, num_tokens=ctx.num_tokens)
         return gradients[0], gradient, None, None

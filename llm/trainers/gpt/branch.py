@@ -11,9 +11,9 @@ from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
     check_checkpoint_record,
-    fixed_options,
-    options_allowed_to_change,
-    saved_options,
+    list_changeable_options,
+    list_fixed_options,
+    read_saved_options,
 )
 from llm.trainers.gpt.resume import find_run_checkpoint
 
@@ -57,13 +57,13 @@ def validated_branch_parent(
         return None
     parent = find_run_checkpoint(config.branch_from, option="branch_from")
     check_checkpoint_record(config, parent)
-    parent_options = saved_options(config, parent, "fixed")
-    allowed_names = options_allowed_to_change(config, parent)
+    parent_options = read_saved_options(config, parent, "fixed")
+    allowed_names = list_changeable_options(config, parent)
     if config.cooldown_tokens is not None:
         allowed_names += _COOLDOWN_OPTIONS
     check_unchanged(
         parent_options,
-        fixed_options(config, defaults=parent_options),
+        list_fixed_options(config, defaults=parent_options),
         allowed_names=tuple(allowed_names),
         branch_from=parent.path,
     )

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.load import list_tensors, load_model, read_part_names
+from llm.checkpoint.load import list_saved_tensors, load_model, read_part_names
 from llm.checkpoint.retention import mark_superseded
 from llm.errors import ParallelError
 from llm.models.attention import check_documents_apart, use_document_attention
@@ -25,7 +25,7 @@ from llm.models.transforms import Transform
 from llm.models.unused_weights import find_unused_weights
 from llm.models.weight_files import find_weight_files
 from llm.optim.groups import scale_learning_rates
-from llm.optim.run_optimizer import RunOptimizer
+from llm.optim.run_optimizer import OptimizerFactory, RunOptimizer
 from llm.parallel.accelerator import make_accelerator
 from llm.parallel.base import AcceleratedStrategy
 from llm.parallel.context import check_context_parallel
@@ -35,10 +35,10 @@ from llm.parallel.tensor import check_compiled_dropout
 from llm.runtime.agreement import gather
 from llm.runtime.logging import event
 from llm.runtime.world import device_of
-from llm.trainers.gpt.load_trained_model import generation_settings
+from llm.trainers.gpt.load_trained_model import read_generation_settings
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.resume import log_changes
-from llm.trainers.gpt.seams import Run, choose_factory, transforms_of
+from llm.trainers.gpt.seams import Run, choose_factory, list_transforms
 from llm.trainers.gpt.training_run import TrainingRun
 
 logger = logging.getLogger("llm")
@@ -62,7 +62,7 @@ def make_model(run: Run) -> PreTrainedModel:
         seed=run.seed,
         vocab_size=len(run.tokenizer),
         tensor_parallel_size=run.config.tensor_parallel_size,
-        transforms=transforms_of(run.extensions, run.model_config),
+        transforms=list_transforms(run.extensions, run.model_config),
     )
     # Ranks draw or read their shards once the model is sharded.
     model = build(device=device if run.dims.is_replicated else torch.device("meta"))
@@ -70,7 +70,7 @@ def make_model(run: Run) -> PreTrainedModel:
     is_on_meta = model.device.type == "meta"
     if weights_from is not None and is_on_meta and find_weight_files(model, weights_from) is None:
         model = build(device=device)  # each rank reads all weights
-    generation_config = generation_settings(run.start)
+    generation_config = read_generation_settings(run.start)
     if generation_config is not None:
         model.generation_config = generation_config
     is_pretrained = weights_from is not None or generation_config is not None
@@ -130,7 +130,7 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         unused_weights = find_unused_weights(model, length=run.block_size)
         # If they are unknown, DistributedDataParallel searches for them in each step.
         accelerator.ddp_handler.find_unused_parameters = unused_weights is None
-    transforms = transforms_of(run.extensions, run.model_config)
+    transforms = list_transforms(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
         init_weights = _make_weight_filler(run, model, accelerator.device, transforms)
@@ -146,27 +146,50 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
         sources=source_names if run.config.log_source_losses else (),
     )
     if run.config.torch_compile:
-        if run.config.deterministic:
-            make_code_reproducible()
-        fuse_backward = run.config.fused_kernels == "all" and can_compile(strategy.device)
-        compile_blocks(model, fuse_backward=fuse_backward)
-
+        _compile_model(run, model, strategy.device)
     factory = choose_factory(run.config, run.extensions, seed=run.seed, layout=run.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():
         factory.inspect_model(model)
-
-    def make_run_optimizer(model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
-        run_optimizer = factory.make(model, mesh)
-        for transform in transforms:
-            scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
-        # DistributedDataParallel would wait for their gradients. The optimizer keeps their state,
-        # so that checkpoints are the same in all layouts.
-        for name in unused_weights or ():
-            model.get_parameter(name).requires_grad_(False)
-        return run_optimizer
-
+    make_run_optimizer = partial(
+        _make_run_optimizer, factory, transforms, frozen_weights=unused_weights or ()
+    )
     strategy.prepare(loss, make_run_optimizer)
     return strategy, model_for_logging
+
+
+def _compile_model(run: Run, model: PreTrainedModel, device: torch.device) -> None:
+    """Compile the blocks of a model as the options ask, in place."""
+    if run.config.deterministic:
+        make_code_reproducible()
+    fuse_backward = run.config.fused_kernels == "all" and can_compile(device)
+    compile_blocks(model, fuse_backward=fuse_backward)
+
+
+def _make_run_optimizer(
+    factory: OptimizerFactory,
+    transforms: Sequence[Transform],
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    *,
+    frozen_weights: Sequence[str],
+) -> RunOptimizer:
+    """Return the optimizer of a prepared model, with the learning rates of all weights.
+
+    Args:
+        factory: Makes the optimizer.
+        transforms: Scale the learning rates.
+        model: The model, or this rank's shards of it.
+        mesh: The ranks that divide the weights; None if every rank has all of them.
+        frozen_weights: Weights that the loss does not use. DistributedDataParallel would wait for
+            their gradients, so they get none. The optimizer keeps their state, so that checkpoints
+            are the same in all layouts.
+    """
+    run_optimizer = factory.make(model, mesh)
+    for transform in transforms:
+        scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
+    for name in frozen_weights:
+        model.get_parameter(name).requires_grad_(False)
+    return run_optimizer
 
 
 def _make_weight_filler(
@@ -220,7 +243,7 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
         load_model(checkpoint, strategy.state_dict()["model"])
 
 
-def load_start(trainer: Trainer) -> None:
+def load_start_checkpoint(trainer: Trainer) -> None:
     """Load the checkpoint to continue from, if any, into the trainer.
 
     Raises:
@@ -237,7 +260,7 @@ def load_start(trainer: Trainer) -> None:
     ]
     new_names = {extension.part for extension in new_extensions}
     saved_parts = {name: part for name, part in parts.items() if name not in new_names}
-    trainer.strategy.run_optimizer.begin_load(partial(list_tensors, run.start))
+    trainer.strategy.run_optimizer.prepare_load(partial(list_saved_tensors, run.start))
     run.layout.load(run.start, saved_parts)
     for extension in new_extensions:
         extension.begin()

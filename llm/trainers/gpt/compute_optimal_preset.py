@@ -112,7 +112,7 @@ def read_budget(values: Mapping[str, Any]) -> Budget:
     Raises:
         ConfigError: The model or its size are unknown, or the length is not in tokens.
     """
-    config_fields = model_fields(values)
+    config_fields = read_model_fields(values)
     parameters = count_parameters(config_fields)
     max_positions = config_fields.get("n_positions") or config_fields["max_position_embeddings"]
     length = values.get("max_duration") or DEFAULT_LENGTH
@@ -131,7 +131,7 @@ def read_budget(values: Mapping[str, Any]) -> Budget:
     return Budget(parameters, num_tokens, block_size)
 
 
-def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the model's configuration that decide its number of parameters.
 
     Args:

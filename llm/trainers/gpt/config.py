@@ -31,7 +31,13 @@ from llm.config.options import (
     path_options,
 )
 from llm.config.toml import read_toml
-from llm.data.options import SOURCES, BatchOptions, DataOptions, batch_problems, data_problems
+from llm.data.options import (
+    SOURCES,
+    BatchOptions,
+    DataOptions,
+    find_batch_problems,
+    find_data_problems,
+)
 from llm.errors import ConfigError
 from llm.metrics.options import LoggingOptions, logging_problems
 from llm.models.options import ModelOptions, model_problems
@@ -39,7 +45,7 @@ from llm.optim.options import OptimizerOptions, optimizer_problems, schedule_pro
 from llm.parallel.options import (
     ParallelOptions,
     PrecisionOptions,
-    parallel_problems,
+    find_parallel_problems,
     sizes_above_one,
 )
 from llm.tokenizers.options import TokenizerOptions, tokenizer_problems
@@ -177,7 +183,7 @@ class CoreConfig(
     )
 
     @property
-    def several_models(self) -> str | None:
+    def replica_option(self) -> str | None:
         """The option that gives ranks separate weights; None if they train one model."""
         return None
 
@@ -199,7 +205,7 @@ def extensions_in_use(config: CoreConfig) -> tuple[type[Any], ...]:
     return tuple(extension for extension in config.EXTENSIONS if extension.package in packages)
 
 
-def preset_options(values: dict[str, Any]) -> dict[str, Any]:
+def read_preset_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options set by the preset.
 
     Args:
@@ -256,21 +262,21 @@ def is_complete(names: Collection[str]) -> bool:
 # added later, until somebody has checked the combination. `OptimizerKind` does so for optimizers.
 
 
-def check(config: CoreConfig) -> None:
+def check_config(config: CoreConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:
         ConfigError: One message with a sentence for each problem.
     """
     problems = [
-        *data_problems(config),
+        *find_data_problems(config),
         *tokenizer_problems(config),
         *schedule_problems(config),
         *checkpoint_problems(config),
         *logging_problems(config),
-        *_source_problems(config),
-        *_run_problems(config),
-        *planned_run_problems(config),
+        *_find_source_problems(config),
+        *_find_run_problems(config),
+        *find_planned_run_problems(config),
     ]
     if problems:
         raise ConfigError(" ".join([*problems, *_from_preset(config, " ".join(problems))]))
@@ -287,27 +293,27 @@ def _from_preset(config: CoreConfig, problems: str) -> list[str]:
     ]
 
 
-def planned_run_problems(config: CoreConfig) -> list[str]:
+def find_planned_run_problems(config: CoreConfig) -> list[str]:
     """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
         *model_problems(config),
-        *batch_problems(config),
+        *find_batch_problems(config),
         *optimizer_problems(config),
-        *parallel_problems(config),
-        *_size_problems(config),
-        *_precision_problems(config),
-        *_fused_kernels_problems(config),
-        *_computed_rate_problems(config),
+        *find_parallel_problems(config),
+        *_find_size_problems(config),
+        *_find_precision_problems(config),
+        *_find_fused_kernels_problems(config),
+        *_find_computed_rate_problems(config),
         *(
             problem
             for extension in extensions_in_use(config)
-            for problem in extension(config).problems()
+            for problem in extension(config).find_problems()
         ),
         *missing_requirements(config),
     ]
 
 
-def _source_problems(config: CoreConfig) -> list[str]:
+def _find_source_problems(config: CoreConfig) -> list[str]:
     """Return the problems of a run without data or without a tokenizer."""
     problems = []
     if not any(getattr(config, name) for name in SOURCES):
@@ -328,7 +334,7 @@ def _source_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _run_problems(config: CoreConfig) -> list[str]:
+def _find_run_problems(config: CoreConfig) -> list[str]:
     """Return the problems of options about the run as a whole: its start, its end, its paths."""
     problems = []
     if config.init_from is not None and config.eval_only:
@@ -336,9 +342,9 @@ def _run_problems(config: CoreConfig) -> list[str]:
             "--init_from starts a training; to evaluate a checkpoint, name it with "
             "--resume_from_checkpoint."
         )
-    if config.per_device_train_batch_size == "auto" and config.several_models:
+    if config.per_device_train_batch_size == "auto" and config.replica_option:
         problems.append(
-            f"--per_device_train_batch_size auto does not go with {config.several_models}; give a "
+            f"--per_device_train_batch_size auto does not go with {config.replica_option}; give a "
             "number."
         )
     if config.push_to_hub and config.eval_only:
@@ -356,14 +362,14 @@ def _run_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _size_problems(config: CoreConfig) -> list[str]:
+def _find_size_problems(config: CoreConfig) -> list[str]:
     """Return the problems of options that need the whole model or plain attention on each rank."""
     sizes = sizes_above_one(config)
     if not sizes:
         return []
     kind = config.optimizer_kind
     problems = []
-    allows_shards = kind.averaged_shards if config.several_models else kind.sharded
+    allows_shards = kind.averaged_shards if config.replica_option else kind.sharded
     if not allows_shards:
         problems.append(
             f"--optimizer {config.optimizer} needs whole weights on every rank of a replica, which "
@@ -383,21 +389,23 @@ def _size_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _precision_problems(config: CoreConfig) -> list[str]:
+def _find_precision_problems(config: CoreConfig) -> list[str]:
     """Return the problems of precisions with the sizes that divide the model."""
     precision = config.mixed_precision
     problems = [
-        *_all_reduce_problems(config),
-        *_fp8_gather_problems(config),
-        *_fp8_head_problems(config),
+        *_find_all_reduce_problems(config),
+        *_find_fp8_gather_problems(config),
+        *_find_fp8_head_problems(config),
     ]
     if precision in (None, "no", "fp16", "bf16"):
         return problems
-    allowed = ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
+    allowed_sizes = (
+        ("data_parallel_shard_size", "context_parallel_size") if precision == "fp8" else ()
+    )
     problems += [
         f"--mixed_precision {precision} does not go with --{name}; use bf16 or no."
         for name in sizes_above_one(config)
-        if name not in allowed
+        if name not in allowed_sizes
     ]
     return problems
 
@@ -406,34 +414,39 @@ _MAX_FLOAT8_Z_LOSS = 1e-3
 """Gradients of logits stay below 1.75, the largest that fits, up to log-sum-exps of 375."""
 
 
-def _fp8_head_problems(config: CoreConfig) -> list[str]:
+def _find_fp8_head_problems(config: CoreConfig) -> list[str]:
     """Return the problems of an output head in float8: it has been tried with whole weights."""
     if not config.fp8_head:
         return []
     conflicts = [f"--{name}" for name in sizes_above_one(config)]
-    conflicts += [name for name in (config.several_models, config.besides_optimizer) if name]
+    conflicts += [name for name in (config.replica_option, config.extra_optimizer_option) if name]
     if config.z_loss > _MAX_FLOAT8_Z_LOSS:
         conflicts.append(f"--z_loss above {_MAX_FLOAT8_Z_LOSS:g}")  # the gradient would overflow
     return [f"--fp8_head does not go with {name}; leave one of them out." for name in conflicts]
 
 
-def _computed_rate_problems(config: CoreConfig) -> list[str]:
+def _find_computed_rate_problems(config: CoreConfig) -> list[str]:
     """Return the problems of rates that were computed for AdamW and one model."""
     if config.preset != COMPUTE_OPTIMAL:
         return []
-    computed = ("learning_rate", "weight_decay")
-    names = [name for name in values_of_preset(config) if name in computed]
+    computed_names = ("learning_rate", "weight_decay")
+    names = [name for name in values_of_preset(config) if name in computed_names]
     optimizer = None if config.optimizer in (None, "adamw") else f"--optimizer {config.optimizer}"
-    changes = (optimizer, config.besides_optimizer, config.around_optimizer, config.several_models)
+    other_options = (
+        optimizer,
+        config.extra_optimizer_option,
+        config.step_change_option,
+        config.replica_option,
+    )
     return [
         f"--preset {config.preset} computes {' and '.join(names)} for AdamW and one model, not for "
-        f"{change}; set {' and '.join(names)} too."
-        for change in changes
-        if change is not None and names
+        f"{other_option}; set {' and '.join(names)} too."
+        for other_option in other_options
+        if other_option is not None and names
     ]
 
 
-def _fused_kernels_problems(config: CoreConfig) -> list[str]:
+def _find_fused_kernels_problems(config: CoreConfig) -> list[str]:
     """Return the problems of kernels that have been tried with few options."""
     if config.fused_kernels == "measured":
         return []
@@ -444,10 +457,10 @@ def _fused_kernels_problems(config: CoreConfig) -> list[str]:
         conflicts.append("--fp8_head")
     if config.mixed_precision not in (None, "no", "fp16", "bf16"):
         conflicts.append(f"--mixed_precision {config.mixed_precision}")
-    if config.several_models is not None:
-        conflicts.append(config.several_models)
-    if config.besides_optimizer is not None:
-        conflicts.append(config.besides_optimizer)
+    if config.replica_option is not None:
+        conflicts.append(config.replica_option)
+    if config.extra_optimizer_option is not None:
+        conflicts.append(config.extra_optimizer_option)
     return [
         f"--fused_kernels {config.fused_kernels} has been tried with whole weights that all ranks "
         f"share, and does not go with {conflict}; leave one of them out."
@@ -455,7 +468,7 @@ def _fused_kernels_problems(config: CoreConfig) -> list[str]:
     ]
 
 
-def _fp8_gather_problems(config: CoreConfig) -> list[str]:
+def _find_fp8_gather_problems(config: CoreConfig) -> list[str]:
     """Return the problems of gathering weights in float8: it has been tried with few options."""
     if not config.fp8_all_gather:
         return []
@@ -466,10 +479,10 @@ def _fp8_gather_problems(config: CoreConfig) -> list[str]:
         conflicts.append(f"--optimizer {config.optimizer}")
     if config.unsharded_gradients:
         conflicts.append("--unsharded_gradients")
-    if config.several_models is not None:
-        conflicts.append(config.several_models)
-    changes = config.besides_optimizer, config.around_optimizer
-    conflicts += [change for change in changes if change is not None]
+    if config.replica_option is not None:
+        conflicts.append(config.replica_option)
+    other_options = config.extra_optimizer_option, config.step_change_option
+    conflicts += [other_option for other_option in other_options if other_option is not None]
     problems = [
         f"--fp8_all_gather has been tried with one sharded model and elementwise optimizers only, "
         f"and does not go with {conflict}; leave one of them out."
@@ -480,17 +493,17 @@ def _fp8_gather_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _all_reduce_problems(config: CoreConfig) -> list[str]:
+def _find_all_reduce_problems(config: CoreConfig) -> list[str]:
     """Return the problems of an all-reduce of gradients in another dtype than fp32."""
     if config.all_reduce_dtype == "fp32":
         return []
     conflicts = [f"--{name}" for name in sizes_above_one(config)]
     if config.mixed_precision not in (None, "no", "bf16"):
         conflicts.append(f"--mixed_precision {config.mixed_precision}")
-    if config.several_models:
-        conflicts.append(config.several_models)
-    if config.besides_optimizer is not None:
-        conflicts.append(config.besides_optimizer)
+    if config.replica_option:
+        conflicts.append(config.replica_option)
+    if config.extra_optimizer_option is not None:
+        conflicts.append(config.extra_optimizer_option)
     return [
         f"--all_reduce_dtype {config.all_reduce_dtype} is for the gradients of whole weights in "
         f"float32 or bf16 runs, and does not go with {conflict}; leave one of them out."

@@ -14,7 +14,7 @@ _ConfigT = TypeVar("_ConfigT", bound=CoreConfig)
 logger = logging.getLogger("llm")
 
 
-def with_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
+def use_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     """Return options with the tokenizer that the sidecar of the token files names.
 
     Nothing changes if the options name a tokenizer, or the first token file has no sidecar. The
@@ -32,7 +32,7 @@ def with_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     prefix = paths[0].removesuffix(".bin")
     try:
         sidecar = read_sidecar(Path(prefix))
-    except DataError:  # no tokenizer is named then, which `check` refuses
+    except DataError:  # no tokenizer is named then, which `check_config` refuses
         return config
     if sidecar is None:
         return config

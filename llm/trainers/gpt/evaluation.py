@@ -106,7 +106,7 @@ def make_evaluate(
     batch_limits: list[int | None] = [None] * len(validation)
     if run.config.max_eval_steps is not None:
         weights = [source.weight for source in validation]
-        batch_limits = [*divide_batches(run.config.max_eval_steps, weights)]
+        batch_limits = [*divide_eval_batches(run.config.max_eval_steps, weights)]
     sources = []
     for source, max_batches in zip(validation, batch_limits, strict=True):
         stream = source.stream
@@ -152,7 +152,7 @@ def evaluate_sources(
             evaluate_source(strategy, source, metrics=metrics, on_batch=on_batch)
             for source in sources
         ]
-    results = source_results[0] if len(sources) == 1 else _weighted_mean(sources, source_results)
+    results = source_results[0] if len(sources) == 1 else _average_results(sources, source_results)
     if distance is not None:
         results["consensus_distance"] = float(distance)
     return results
@@ -172,17 +172,17 @@ def evaluate_source(
         values of the metrics; equal on all ranks.
     """
     dtype = sums_dtype(strategy.device)
-    totals = torch.zeros(2, dtype=dtype, device=strategy.device)
+    loss_and_tokens = torch.zeros(2, dtype=dtype, device=strategy.device)
     for batch in source.batches:
         loss_sum, num_tokens = strategy.evaluate(batch)
-        totals += torch.stack([loss_sum.to(dtype), num_tokens.to(dtype)])
+        loss_and_tokens += torch.stack([loss_sum.to(dtype), num_tokens.to(dtype)])
         if metrics:
             _add_predictions(strategy, batch, metrics)
         if on_batch is not None:
             on_batch()
-    loss_sum, num_tokens = strategy.reduce_sum(totals)
+    loss_sum, num_tokens = strategy.reduce_sum(loss_and_tokens)
     loss = float(loss_sum / num_tokens)  # the host waits for the device here
-    results = {"loss": loss, "perplexity": _perplexity_of(loss)}
+    results = {"loss": loss, "perplexity": _compute_perplexity(loss)}
     if source.bytes_per_token:
         results["bits_per_byte"] = loss / math.log(2) / source.bytes_per_token
     for metric in metrics.values():
@@ -205,11 +205,11 @@ def _add_predictions(
         )
 
 
-def _perplexity_of(loss: float) -> float:
+def _compute_perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # exp overflows above 709
 
 
-def _weighted_mean(
+def _average_results(
     sources: Sequence[ValidationSource], source_results: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """Return the means of the sources' results by weight, and the loss of each source by name."""
@@ -222,7 +222,7 @@ def _weighted_mean(
             source.weight * values[name]
             for source, values in zip(sources, source_results, strict=True)
         )
-    results["perplexity"] = _perplexity_of(results["loss"])
+    results["perplexity"] = _compute_perplexity(results["loss"])
     results.pop("bits_per_byte", None)
     if all(source.bytes_per_token for source in sources):
         mean_bytes = sum(source.weight * (source.bytes_per_token or 0.0) for source in sources)
@@ -232,7 +232,7 @@ def _weighted_mean(
     return results
 
 
-def divide_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
+def divide_eval_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
     """Return the number of batches of each source (at least one), by the largest remainder.
 
     Args:
@@ -242,8 +242,9 @@ def divide_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
     quotas = [weight * max_batches for weight in weights]
     num_batches = [max(1, int(quota)) for quota in quotas]
     sources_by_remainder = sorted(
-        range(len(quotas)), key=lambda source: num_batches[source] - quotas[source]
+        range(len(quotas)),
+        key=lambda source_index: num_batches[source_index] - quotas[source_index],
     )
-    for source in sources_by_remainder[: max(0, max_batches - sum(num_batches))]:
-        num_batches[source] += 1
+    for source_index in sources_by_remainder[: max(0, max_batches - sum(num_batches))]:
+        num_batches[source_index] += 1
     return num_batches

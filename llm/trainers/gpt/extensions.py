@@ -25,7 +25,7 @@ from llm.extensions.spikes.options import SpikeExtension
 from llm.extensions.tasks.options import TasksExtension
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.installed_extensions import load_installed_extensions
-from llm.trainers.gpt.seams import Extension, option_classes
+from llm.trainers.gpt.seams import Extension, list_option_classes
 
 EXTENSIONS: tuple[type[Extension[Any]], ...] = (
     AveragingExtension,
@@ -47,7 +47,7 @@ EXTENSIONS: tuple[type[Extension[Any]], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(*option_classes(EXTENSIONS), CoreConfig):  # type: ignore[misc]
+class GPTConfig(*list_option_classes(EXTENSIONS), CoreConfig):  # type: ignore[misc]
     """Options of the trainer: the core's and each extension's."""
 
     EXTENSIONS: ClassVar[tuple[type[Extension[Any]], ...]] = EXTENSIONS

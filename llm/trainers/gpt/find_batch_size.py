@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from llm.data.batch_plan import micro_batch_sizes
+from llm.data.batch_plan import list_micro_batch_sizes
 from llm.data.loader import TrainLoader
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
@@ -35,7 +35,7 @@ from llm.runtime.logging import counted
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.seams import LoopContext
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
-from llm.trainers.gpt.trial_step import trial_step
+from llm.trainers.gpt.trial_step import run_trial_step
 
 _MAX_GROWTH = 8
 """Largest ratio of two micro-batches in a row. A small one cannot tell the memory of a very large
@@ -63,14 +63,16 @@ def find_batch_size(
     on_all_ranks(lambda: usable_memory(device, ranks_on_host=ranks_on_host))
     if run.branch_from is not None and config.global_batch_size is None:
         # A branch keeps its parent's global batch, and the micro-batch must divide it.
-        batch = run.batch_plan.batch_schedule(run.block_size)
-        config = dataclasses.replace(config, global_batch_size=batch, gradient_accumulation_steps=1)
+        global_batch_size = run.batch_plan.batch_schedule(run.block_size)
+        config = dataclasses.replace(
+            config, global_batch_size=global_batch_size, gradient_accumulation_steps=1
+        )
         run = dataclasses.replace(run, config=config)
-    sizes = _candidate_sizes(run)
+    candidate_sizes = _candidate_sizes(run)
     extension_bytes = _count_extension_bytes(run, strategy)
     gc.collect()
     static_bytes = allocated_memory(device)
-    smallest_size = sizes[0]
+    smallest_size = candidate_sizes[0]
     next_run: TrainingRun | None = on_all_ranks(lambda: _with_batch_size(run, smallest_size))
     while next_run is not None:
         run = next_run
@@ -81,17 +83,17 @@ def find_batch_size(
         free_bytes = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
         usable_bytes = max(1, free_bytes)
 
-        size = device_batch_size(run.config)
+        micro_batch_size = device_batch_size(run.config)
         growth = (usable_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
-        size_bounds = gather(min(_MAX_GROWTH, growth) * size)
+        size_bounds = gather(min(_MAX_GROWTH, growth) * micro_batch_size)
         largest_size = int(min(size_bounds))
-        larger_sizes = [candidate for candidate in sizes if size < candidate <= largest_size]
+        larger_sizes = [size for size in candidate_sizes if micro_batch_size < size <= largest_size]
         next_run = _largest_run(run, larger_sizes)
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.memory.empty_cache()
         static_bytes = min(static_bytes, allocated_memory(device))
-    _log_batch_size(size, peak_bytes, usable_bytes)
+    _log_batch_size(micro_batch_size, peak_bytes, usable_bytes)
     return run
 
 
@@ -99,8 +101,8 @@ def _candidate_sizes(run: TrainingRun) -> list[int]:
     """Return the micro-batches that the options and the data allow, in samples, ascending."""
     batch_plan = run.batch_plan
     max_size = max(1, batch_plan.num_windows // batch_plan.world_size)
-    sizes = micro_batch_sizes(run.config, world_size=batch_plan.world_size)
-    return [size for size in sizes if size <= max_size]
+    allowed_sizes = list_micro_batch_sizes(run.config, world_size=batch_plan.world_size)
+    return [size for size in allowed_sizes if size <= max_size]
 
 
 def _count_extension_bytes(run: TrainingRun, strategy: AcceleratedStrategy) -> int:
@@ -114,7 +116,8 @@ def _log_batch_size(size: int, peak_bytes: int, usable_bytes: int) -> None:
     """Log the micro-batch, and the memory of the rank with the least left; every rank calls it."""
     memory_of_ranks = gather((peak_bytes, usable_bytes))
     _, peak_bytes, usable_bytes, rank = max(
-        (peak / usable, peak, usable, rank) for rank, (peak, usable) in enumerate(memory_of_ranks)
+        (rank_peak / rank_usable, rank_peak, rank_usable, rank)
+        for rank, (rank_peak, rank_usable) in enumerate(memory_of_ranks)
     )
     logger.info(
         f"--per_device_train_batch_size auto: {counted(size, 'sample')}; a forward and backward "
@@ -167,7 +170,7 @@ def _try_step(run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrained
     )
     with contextlib.ExitStack() as stack:
         for extension in run.extensions:
-            stack.enter_context(extension.in_trial(context))
-        batches = stack.enter_context(contextlib.closing(loader.steps(0)))
+            stack.enter_context(extension.trial_context(context))
+        batches = stack.enter_context(contextlib.closing(loader.read_steps(0)))
         batch = next(batches)
-        trial_step(strategy, batch.micro_batches, num_tokens=batch.num_tokens)
+        run_trial_step(strategy, batch.micro_batches, num_tokens=batch.num_tokens)

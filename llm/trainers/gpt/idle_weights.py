@@ -22,7 +22,7 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     # The stages of a pipeline have different weights, so each rank adds those that it trains.
     num_parameters_by_weight: dict[str, int] = {}
     idle_weights: list[str] = []
-    for num_parameters_of_rank, idle_weights_of_rank in gather(_local_weights(strategy)):
+    for num_parameters_of_rank, idle_weights_of_rank in gather(_list_local_weights(strategy)):
         num_parameters_by_weight |= num_parameters_of_rank
         idle_weights += idle_weights_of_rank
     idle_weights = list(dict.fromkeys(idle_weights))
@@ -40,7 +40,7 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     )
 
 
-def _local_weights(strategy: AcceleratedStrategy) -> tuple[dict[str, int], list[str]]:
+def _list_local_weights(strategy: AcceleratedStrategy) -> tuple[dict[str, int], list[str]]:
     """Return the parameters in each trained weight of this rank, and the names of idle weights."""
     trained_parameters = set(strategy.parameters)
     weights = {

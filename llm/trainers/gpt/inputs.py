@@ -17,7 +17,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.checkpoint.staging import staging_root
 from llm.config.options import fields
 from llm.data.corpus import Corpus, Samples, pin_in_memory
-from llm.data.data_digest import corpus_digests
+from llm.data.data_digest import compute_corpus_digests
 from llm.data.open_corpus import open_corpus
 from llm.data.order import DocumentBoundaries, choose_document_boundaries
 from llm.errors import ConfigError, DataError
@@ -29,7 +29,7 @@ from llm.models.configuration import (
     max_positions,
 )
 from llm.parallel.accelerator import check_device, check_precision
-from llm.parallel.dims import ParallelDims, parallel_dims
+from llm.parallel.dims import ParallelDims, make_parallel_dims
 from llm.parallel.expert_parallel import check_expert_parallel
 from llm.parallel.pipeline.stage import check_depth
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
@@ -39,14 +39,14 @@ from llm.trainers.gpt.branch import make_branch, validated_branch_parent
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.evaluation import load_metrics
 from llm.trainers.gpt.model_copies import log_config_changes, read_model_config, read_tokenizer
-from llm.trainers.gpt.output_folder import check_folder, default_output_dir
+from llm.trainers.gpt.output_folder import check_output_folder, choose_default_output_dir
 from llm.trainers.gpt.recorded_options import check_checkpoint_record
 from llm.trainers.gpt.resume import check_same_data, find_resume_checkpoint, find_run_checkpoint
 from llm.trainers.gpt.run_defaults import (
-    choose_by_device,
+    choose_device_options,
     choose_loss_chunks,
     choose_seed,
-    with_checkpoint_batch_size,
+    use_checkpoint_batch_size,
 )
 from llm.trainers.gpt.seams import Run, choose_layout, make_extensions
 from llm.trainers.gpt.trackers import check_trackers
@@ -75,14 +75,14 @@ def read_training(
     if config.stage_checkpoints is not None:
         staging_root(config.stage_checkpoints)  # refuses a folder that this node lacks
     resume_from = find_resume_checkpoint(config, folder)
-    config = with_checkpoint_batch_size(config, resume_from)
+    config = use_checkpoint_batch_size(config, resume_from)
     branch_from = validated_branch_parent(config, resume_from)
     folder.check_usable()
     # By one rank, because it looks up every input; all refuse before text is tokenized.
-    on_rank0(lambda: check_folder(config, folder, resume_from, config_file=config_file))
+    on_rank0(lambda: check_output_folder(config, folder, resume_from, config_file=config_file))
     run = _read_run(config, world, folder, resume_from=resume_from, branch_from=branch_from)
     _check_splits(config, run.corpus)
-    data_digest = corpus_digests(run.corpus.train)
+    data_digest = compute_corpus_digests(run.corpus.train)
     check_same_data(config, run.start, data_digest, is_branch=branch_from is not None)
     samples = Samples(
         run.corpus.train,
@@ -155,7 +155,7 @@ def _choose_folder(config: CoreConfig, world: World) -> RunFolder:
     """Run the checks that do not read data; return the run's folder."""
     check_device(device_of(world))
     check_trackers(config)
-    return RunFolder(Path(config.output_dir or default_output_dir(config)))
+    return RunFolder(Path(config.output_dir or choose_default_output_dir(config)))
 
 
 def _read_run(
@@ -174,7 +174,7 @@ def _read_run(
         config,
         seed=seed,
         output_dir=str(folder.path),
-        **choose_by_device(config, start, device),
+        **choose_device_options(config, start, device),
     )
     extensions = make_extensions(config)
     layout = choose_layout(
@@ -213,7 +213,7 @@ def _read_run(
         corpus=Corpus(train=(), validation=()),
     )
     for extension in extensions:
-        extension.read(run)
+        extension.prepare_run(run)
     corpus = open_data(config, model_config, tokenizer, run.document_boundaries)
     return dataclasses.replace(run, corpus=corpus)
 
@@ -279,7 +279,7 @@ def choose_dims(
     Raises:
         ConfigError: The ranks cannot be divided this way.
     """
-    dims = parallel_dims(config, world_size)
+    dims = make_parallel_dims(config, world_size)
     if world_size > 1:
         check_skipped_layers(model_config)
     check_tensor_parallel(model_config, dims.tensor)

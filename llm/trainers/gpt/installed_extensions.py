@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llm.config.options import Option, Package, fields
 from llm.errors import ConfigError, one_line
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.seams import Extension, option_classes
+from llm.trainers.gpt.seams import Extension, list_option_classes
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -49,7 +49,7 @@ def load_installed_extensions() -> tuple[type[Extension[Any]], ...]:
     for package, entry_point in entry_points:
         extensions.append(_load_extension(entry_point, package))
         try:
-            type("Options", (*option_classes(extensions), CoreConfig), {})
+            type("Options", (*list_option_classes(extensions), CoreConfig), {})
         except TypeError as error:
             raise ConfigError(
                 f"The extension {entry_point.value} of the installed package {package} shares its "
@@ -69,14 +69,18 @@ def _is_group_on_path() -> bool:
         except OSError:  # a zip archive, or a folder that does not exist
             continue
         for name in names:
-            if name.endswith(_METADATA_SUFFIXES):
-                try:
-                    with open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
-                        if GROUP.encode() in file.read():
-                            return True
-                except OSError:  # the package has no entry points
-                    continue
+            if name.endswith(_METADATA_SUFFIXES) and _names_group(os.path.join(folder, name)):
+                return True
     return False
+
+
+def _names_group(metadata_folder: str) -> bool:
+    """Return whether the entry points of a package contain the group."""
+    try:
+        with open(os.path.join(metadata_folder, "entry_points.txt"), "rb") as file:
+            return GROUP.encode() in file.read()
+    except OSError:  # the package has no entry points
+        return False
 
 
 def _load_extension(entry_point: "EntryPoint", package: Package) -> type[Extension[Any]]:
@@ -89,10 +93,10 @@ def _load_extension(entry_point: "EntryPoint", package: Package) -> type[Extensi
     remedy = "update the package, or uninstall it."
     try:
         extension: Any = entry_point.load()
-        problem = _find_problem(extension)
+        problem = _find_extension_problem(extension)
         if problem is None:
             _mark_options(extension, package)
-            fields(option_classes([extension])[0])
+            fields(list_option_classes([extension])[0])
     except Exception as error:  # whatever the code of the package raises
         raise ConfigError(f"{location} cannot be loaded ({one_line(error)}); {remedy}") from error
     if problem is not None:
@@ -101,12 +105,12 @@ def _load_extension(entry_point: "EntryPoint", package: Package) -> type[Extensi
     return loaded
 
 
-def _find_problem(extension: Any) -> str | None:
+def _find_extension_problem(extension: Any) -> str | None:
     """Return the end of a sentence about what is wrong with an extension, or None."""
     bases = vars(extension).get("__orig_bases__", ()) if isinstance(extension, type) else ()
     if not any(typing.get_origin(base) is Extension for base in bases):
         return "is not a class with the base Extension[OPTIONS]"
-    classes = option_classes([extension])
+    classes = list_option_classes([extension])
     if not classes:
         return "declares no options, so that no run could ask for it"
     [options_class] = classes
@@ -131,6 +135,6 @@ def _local_fields(options_class: type[CoreConfig]) -> list[dataclasses.Field[Any
 def _mark_options(extension: type[Extension[Any]], package: Package) -> None:
     """Let an extension and its options name their package."""
     extension.package = package
-    for field in _local_fields(option_classes([extension])[0]):
+    for field in _local_fields(list_option_classes([extension])[0]):
         declaration = dataclasses.replace(field.metadata["option"], package=package)
         field.metadata = types.MappingProxyType({"option": declaration})

@@ -11,8 +11,8 @@ from llm.checkpoint.format import (
     MODEL_FOLDER,
     TOKENIZER_FOLDER,
     Checkpoint,
-    checkpoint_folders,
     checkpoint_step,
+    list_checkpoint_folders,
     model_tensors,
 )
 from llm.checkpoint.load import (
@@ -26,7 +26,7 @@ from llm.errors import CheckpointError, ConfigError
 from llm.models.options import ARCHITECTURE_OPTIONS
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.seams import make_extensions, transforms_of
+from llm.trainers.gpt.seams import list_transforms, make_extensions
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ _Read = TypeVar("_Read")
 _MAX_READ_ATTEMPTS = 5
 
 
-def with_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
+def use_checkpoint_copies(config: CoreConfig, checkpoint: Checkpoint) -> CoreConfig:
     """Return options that name a checkpoint's copies of model configuration and tokenizer.
 
     Raises:
@@ -93,7 +93,7 @@ def load_run_tokenizer(
     return tokenizer
 
 
-def generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
+def read_generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
     """Return the generation settings of a run's pretrained weights.
 
     Args:
@@ -127,7 +127,7 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
 
     Args:
         folder: The run's `checkpoints` folder.
-        step: A number, `latest` or `best`.
+        step: A number, `latest` or `best_path`.
         option: The option that names the step, for messages.
 
     Raises:
@@ -137,18 +137,20 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
     if step == "latest":
         return _read_newest_checkpoint(folder)
     if step == BEST_LINK:
-        best, remark = resolve_best_link(folder)
-        if best is None:
+        best_path, remark = resolve_best_link(folder)
+        if best_path is None:
             raise CheckpointError(f"{folder / BEST_LINK} cannot be followed: {remark}.")
-        return read_verified_checkpoint(best)
-    matching = [path for path in checkpoint_folders(folder) if str(checkpoint_step(path)) == step]
-    if not matching:
-        choices = [str(checkpoint_step(path)) for path in checkpoint_folders(folder)]
+        return read_verified_checkpoint(best_path)
+    matching_paths = [
+        path for path in list_checkpoint_folders(folder) if str(checkpoint_step(path)) == step
+    ]
+    if not matching_paths:
+        choices = [str(checkpoint_step(path)) for path in list_checkpoint_folders(folder)]
         choices += ["latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
         raise ConfigError(
             f"{option} {step} names no checkpoint of {folder}; there are {', '.join(choices)}."
         )
-    return read_verified_checkpoint(matching[-1])
+    return read_verified_checkpoint(matching_paths[-1])
 
 
 def _read_newest_checkpoint(folder: Path) -> Checkpoint:
@@ -157,7 +159,7 @@ def _read_newest_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: None is valid, or training has removed the newest one meanwhile.
     """
-    folders = checkpoint_folders(folder)
+    folders = list_checkpoint_folders(folder)
     newest = find_newest_checkpoint(folder, on_skip=lambda text: sys.stderr.write(f"{text}\n"))
     if folders and not os.path.lexists(folders[-1]):  # `read_while_training` tries again
         raise CheckpointError(f"Training removed {folders[-1]} while checkpoints were read.")
@@ -177,7 +179,7 @@ def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> 
         CheckpointError: Training removes checkpoints faster than they are read.
     """
     for num_remaining_attempts in reversed(range(_MAX_READ_ATTEMPTS)):
-        folders = checkpoint_folders(folder)
+        folders = list_checkpoint_folders(folder)
         try:
             return read_checkpoints()
         except Exception:
@@ -193,13 +195,13 @@ def read_while_training(folder: Path, read_checkpoints: Callable[[], _Read]) -> 
 
 
 def load_trained_model(
-    config: CoreConfig, chosen: Checkpoint, *, part: str | None = None
+    config: CoreConfig, checkpoint: Checkpoint, *, part: str | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load the model and the tokenizer of a run, with the weights of a checkpoint.
 
     Args:
         config: The run's configuration.
-        chosen: One of its checkpoints.
+        checkpoint: One of its checkpoints.
         part: The part of the checkpoint with the weights, if not the model.
 
     Returns:
@@ -209,22 +211,22 @@ def load_trained_model(
         LLMError: The model or the tokenizer cannot be loaded, or the checkpoint belongs to another
             one.
     """
-    model, tokenizer = build_untrained_model(config, chosen, device="cpu")
+    model, tokenizer = build_untrained_model(config, checkpoint, device="cpu")
     if part is None:
-        load_model(chosen, model_tensors(model))
+        load_model(checkpoint, model_tensors(model))
     else:
-        load_weights_from_part(part, chosen, model)
+        load_weights_from_part(part, checkpoint, model)
     return model, tokenizer
 
 
 def build_untrained_model(
-    config: CoreConfig, chosen: Checkpoint, *, device: Literal["cpu", "meta"]
+    config: CoreConfig, checkpoint: Checkpoint, *, device: Literal["cpu", "meta"]
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Build the model of a run with its vocabulary padded, and load its tokenizer.
 
     Args:
         config: The run's configuration.
-        chosen: One of its checkpoints, which has copies of the model's configuration and tokenizer.
+        checkpoint: One of its checkpoints, with copies of the model's configuration and tokenizer.
         device: Device of the model.
 
     Raises:
@@ -235,7 +237,7 @@ def build_untrained_model(
     from llm.models.build import build_model, set_special_tokens
     from llm.models.configuration import load_config
 
-    config = with_checkpoint_copies(config, chosen)
+    config = use_checkpoint_copies(config, checkpoint)
     tokenizer = load_run_tokenizer(config)
     model_config = load_config(config)
     model = build_model(
@@ -250,16 +252,16 @@ def build_untrained_model(
         device=torch.device(device),
         vocab_size=len(tokenizer),
         tensor_parallel_size=config.tensor_parallel_size,
-        transforms=transforms_of(make_extensions(config), model_config),
+        transforms=list_transforms(make_extensions(config), model_config),
     )
-    settings = generation_settings(chosen)
+    settings = read_generation_settings(checkpoint)
     if settings is not None:
         model.generation_config = settings
     set_special_tokens(model, tokenizer, is_pretrained=settings is not None)
     return model, tokenizer
 
 
-def export_trained(
+def export_trained_model(
     config: CoreConfig,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -289,6 +291,6 @@ def export_trained(
         generation_config=model.generation_config,
         trust_remote_code=config.trust_remote_code,
         dtype=config.export_dtype,
-        transforms=transforms_of(make_extensions(config), model.config),
+        transforms=list_transforms(make_extensions(config), model.config),
     )
     write_model_card(folder, card)

@@ -23,7 +23,7 @@ from llm.runtime.signals import Interruption, SaveTimer, StopRequest
 from llm.trainers.gpt.commands import inspect_command
 from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
-from llm.trainers.gpt.training_run import TrainingRun, checkpoint_metadata
+from llm.trainers.gpt.training_run import TrainingRun, make_checkpoint_metadata
 
 _DEFAULT_EVAL_INTERVAL = Duration("1 epoch")
 """The interval of evaluations by default."""
@@ -88,7 +88,7 @@ class Trainer:
         self.meter = Meter(strategy.device, strategy.sum_names, rank=strategy.rank)
         self.rank_times = rank_times
         self.energy = EnergyCounter(strategy.device, world_size=strategy.world_size)
-        self.metadata = checkpoint_metadata(run)
+        self.metadata = make_checkpoint_metadata(run)
         self.saver = Saver(
             run.config,
             run.folder.checkpoints,
@@ -140,7 +140,7 @@ class Trainer:
             self.evaluate_on_resume()
         waiting_since = time.perf_counter()
         # Also closed if a step raises, to end the thread that reads ahead.
-        with closing(self.loader.steps(state.step)) as batches:
+        with closing(self.loader.read_steps(state.step)) as batches:
             for batch in batches:
                 data_wait = time.perf_counter() - waiting_since
                 self.tracker.add_data_wait(data_wait)
@@ -169,12 +169,12 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        is_evaluation_due = self.is_due(self.eval_interval, or_last=True)
+        is_evaluation_due = self.is_due(self.eval_interval, includes_last_step=True)
         # On a request to stop, the first step ends the run.
         with self.tracker.paused("evaluation"), self.stoppable():
             if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
                 self.run_evaluation()
-            for periodic in self.due_periodic_work():
+            for periodic in self.find_due_periodic_work():
                 if state.last_periodic_steps.get(periodic.name) != state.step:
                     self.run_periodic(periodic)
         self.health.heartbeat(step=state.step, phase="start")
@@ -222,8 +222,8 @@ class Trainer:
             self.log_interval()
         should_save = should_stop or is_save_due or (is_final and self.saves_checkpoints)
         for interval in (config.save_interval, config.keep_every):
-            should_save = should_save or self.is_due(interval, or_last=False)
-        should_evaluate = self.is_due(self.eval_interval, or_last=True)
+            should_save = should_save or self.is_due(interval, includes_last_step=False)
+        should_evaluate = self.is_due(self.eval_interval, includes_last_step=True)
         should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
         self.state.seconds = self.tracker.seconds()
         with self.tracker.paused("evaluation"):
@@ -248,9 +248,9 @@ class Trainer:
         with self.stoppable():
             if self.evaluate and should_evaluate:
                 eval_loss = self.run_evaluation()
-            for periodic in self.due_periodic_work():
+            for periodic in self.find_due_periodic_work():
                 self.run_periodic(periodic)
-            if self.is_due(self.config.sample_steps, or_last=False):
+            if self.is_due(self.config.sample_steps, includes_last_step=False):
                 self.sample(self.state.step)
         return eval_loss
 
@@ -270,7 +270,7 @@ class Trainer:
         # A signal may reach only one rank, and clocks differ, so all ranks act on the same answer.
         # The answer arrives some calls later, because waiting for it would stall the step.
         flags = [self.interruption.reason is not None, self.save_timer.is_due()]
-        should_stop, is_save_due = self.strategy.any_rank(flags)
+        should_stop, is_save_due = self.strategy.reduce_flags(flags)
         is_save_due, self.is_save_overdue = is_save_due or self.is_save_overdue, False
         step, saved_step = self.state.step, self.last_saved_step
         if saved_step is not None and step - saved_step <= self.strategy.answer_delay:
@@ -297,20 +297,20 @@ class Trainer:
         self.health.keep_alive()
         if self.is_stoppable:
             flags = [self.interruption.reason is not None, False]
-            should_stop, is_save_due = self.strategy.any_rank(flags)
+            should_stop, is_save_due = self.strategy.reduce_flags(flags)
             self.is_save_overdue = self.is_save_overdue or is_save_due
             if should_stop:
                 raise StopRequest
 
-    def is_due(self, interval: int | Duration | None, *, or_last: bool) -> bool:
+    def is_due(self, interval: int | Duration | None, *, includes_last_step: bool) -> bool:
         """Return whether an interval ends with the last step.
 
         Args:
             interval: A number of steps, or a duration; None never ends.
-            or_last: Whether the end of training also ends it.
+            includes_last_step: Whether the end of training also ends it.
         """
         step = self.state.step
-        if or_last and step == self.batch_plan.total_steps:
+        if includes_last_step and step == self.batch_plan.total_steps:
             return True
         if isinstance(interval, Duration):
             return self.batch_plan.is_interval_end(step, interval, block_size=self.run.block_size)
@@ -420,12 +420,16 @@ class Trainer:
         self.state.best_loss = loss if best_loss is None else min(best_loss, loss)
         return loss
 
-    def due_periodic_work(self) -> list[Periodic]:
+    def find_due_periodic_work(self) -> list[Periodic]:
         """Return the work of extensions that is due after this step."""
         periodic_work = [
             extension.periodic for extension in self.extensions if extension.periodic is not None
         ]
-        return [work for work in periodic_work if self.is_due(work.interval_steps, or_last=True)]
+        return [
+            work
+            for work in periodic_work
+            if self.is_due(work.interval_steps, includes_last_step=True)
+        ]
 
     def run_periodic(self, periodic: Periodic) -> None:
         """Do the work of an extension, and report its values."""

@@ -35,8 +35,8 @@ from llm.runtime.process_settings import (
 )
 from llm.runtime.signals import watch_launcher
 from llm.runtime.world import World, adopt_launcher, world_from_environment
-from llm.trainers.gpt.config import check, preset_options
-from llm.trainers.gpt.data_tokenizer import with_tokenizer_of_data
+from llm.trainers.gpt.config import check_config, read_preset_options
+from llm.trainers.gpt.data_tokenizer import use_tokenizer_of_data
 
 if TYPE_CHECKING:
     from llm.trainers.gpt.extensions import GPTConfig
@@ -103,23 +103,23 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
     """
     # Imported here, so that a broken extension is refused with one sentence.
     from llm.trainers.gpt.extensions import GPTConfig
-    from llm.trainers.gpt.recorded_config import inherited_options
+    from llm.trainers.gpt.recorded_config import read_inherited_options
 
     config = parse(
         GPTConfig,
         argv,
         prog="llm-trainers train",
         description="Pretrain any Hugging Face causal language model on any text.",
-        inherit=lambda values: preset_options(values) | inherited_options(values),
+        inherit=lambda values: read_preset_options(values) | read_inherited_options(values),
     )
-    config = with_tokenizer_of_data(config)
+    config = use_tokenizer_of_data(config)
     _check_launcher_plugins()
     if config.mixed_precision in (None, "no"):
         # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
         precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision in ("fp8", "fp16", "bf16"):
             config = dataclasses.replace(config, mixed_precision=precision)
-    check(config)
+    check_config(config)
     return config
 
 

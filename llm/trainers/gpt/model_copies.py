@@ -26,11 +26,11 @@ from llm.tokenizers.load_tokenizer import fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.load_trained_model import (
-    generation_settings,
     load_run_tokenizer,
-    with_checkpoint_copies,
+    read_generation_settings,
+    use_checkpoint_copies,
 )
-from llm.trainers.gpt.recorded_options import options_allowed_to_change
+from llm.trainers.gpt.recorded_options import list_changeable_options
 from llm.trainers.gpt.seams import Run
 
 _UNDECLARED_MODEL_FIELDS = {"model_type", "tie_word_embeddings"}
@@ -60,7 +60,7 @@ def collect_model_files(run: Run, model: PreTrainedModel) -> dict[str, bytes]:
         # Write every field: a later version of the library may have other defaults.
         config.to_json_file(folder / "config.json", use_diff=False)
         # The generation settings belong to the run's pretrained weights.
-        if run.weights_from is not None or generation_settings(run.start) is not None:
+        if run.weights_from is not None or read_generation_settings(run.start) is not None:
             model.generation_config.save_pretrained(folder)
         run.tokenizer.save_pretrained(parent / TOKENIZER_FOLDER)
         files = (path for path in sorted(parent.rglob("*")) if path.is_file())
@@ -87,7 +87,7 @@ def read_model_config(config: CoreConfig, start: Checkpoint | None) -> PreTraine
         logger.info(
             f"{name} is not a local path: the model's configuration is the copy in {start.path}."
         )
-        return load_config(with_checkpoint_copies(config, start))
+        return load_config(use_checkpoint_copies(config, start))
     model_config = load_config(config)
     changes = describe_config_changes(config, start, model_config)
     if changes and not is_change_allowed:
@@ -126,11 +126,11 @@ def describe_config_changes(
         checkpoint: The checkpoint with the copy.
         model_config: The model's configuration, as the options describe it.
     """
-    saved_config = load_config(with_checkpoint_copies(config, checkpoint))
+    saved_config = load_config(use_checkpoint_copies(config, checkpoint))
     # Built from all fields, like the copy: some classes then derive other values.
     rebuilt_config = type(model_config).from_dict(model_config.to_dict())
     # A field in only one of them comes from another version of the library, or is never read.
-    changes = describe_changes(_model_fields(saved_config), _model_fields(rebuilt_config))
+    changes = describe_changes(_list_model_fields(saved_config), _list_model_fields(rebuilt_config))
     code_folder = config.config_name or config.model_name_or_path
     if code_folder:
         for saved_file in sorted((checkpoint.path / MODEL_FOLDER).glob("*.py")):
@@ -140,7 +140,7 @@ def describe_config_changes(
     return changes
 
 
-def _model_fields(config: PreTrainedConfig) -> dict[str, Any]:
+def _list_model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields that affect a model, by name; `a.b` is field b of sub-configuration a."""
     bases = [base for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)]
     declared_names = {name for base in bases for name in inspect.signature(base).parameters}
@@ -151,7 +151,9 @@ def _model_fields(config: PreTrainedConfig) -> dict[str, Any]:
             continue
         attribute = vars(config).get(name)  # `getattr` raises if layers may differ
         if isinstance(attribute, PreTrainedConfig):
-            fields |= {f"{name}.{key}": field for key, field in _model_fields(attribute).items()}
+            fields |= {
+                f"{name}.{key}": field for key, field in _list_model_fields(attribute).items()
+            }
         else:
             fields[name] = value
     return fields
@@ -181,7 +183,7 @@ def read_tokenizer(
     is_change_allowed = _is_change_allowed(config, option_names)
     if not all(Path(file).exists() for file in files) and not is_change_allowed:
         logger.info(f"{source} is not a local path: the tokenizer is the copy in {start.path}.")
-        return load_run_tokenizer(with_checkpoint_copies(config, start))
+        return load_run_tokenizer(use_checkpoint_copies(config, start))
     tokenizer = load_run_tokenizer(config, model_config)
     has_changed = _has_tokenizer_changed(config, start, tokenizer)
     if is_change_allowed:
@@ -203,10 +205,10 @@ def _has_tokenizer_changed(
     if digest == start.metadata["tokenizer"]:
         return False
     # Another version of the library may compute another fingerprint for the same tokenizer.
-    copied_tokenizer = load_run_tokenizer(with_checkpoint_copies(config, start))
+    copied_tokenizer = load_run_tokenizer(use_checkpoint_copies(config, start))
     return digest != fingerprint(copied_tokenizer)
 
 
 def _is_change_allowed(config: CoreConfig, option_names: tuple[str, ...]) -> bool:
     """Return whether `change_on_resume` names one of these options."""
-    return not set(option_names).isdisjoint(options_allowed_to_change(config))
+    return not set(option_names).isdisjoint(list_changeable_options(config))

@@ -31,9 +31,9 @@ def _describe_out_of_memory(config: CoreConfig, world: World) -> str:
     device = device_of(world)
     device_bytes = device_memory(device)
     capacity = "" if device_bytes is None else f" of its {device_bytes / GIB:.1f} GiB"
-    remedies = _memory_remedies(config)
+    remedies = _list_memory_remedies(config)
     sentence = f"Out of memory on {device}{capacity} (rank {world.rank}): {remedies}."
-    if config.several_models:  # `llm-trainers plan` refuses it
+    if config.replica_option:  # `llm-trainers plan` refuses it
         return sentence
     gpus_per_node = ranks_per_node(os.environ, world.world_size)
     num_nodes = -(-world.world_size // gpus_per_node)
@@ -46,7 +46,7 @@ def _describe_out_of_memory(config: CoreConfig, world: World) -> str:
     )
 
 
-def _memory_remedies(config: CoreConfig) -> str:
+def _list_memory_remedies(config: CoreConfig) -> str:
     """Return the options that can still lower the memory."""
     remedies = []
     micro_batch_size = device_batch_size(config)

@@ -15,7 +15,7 @@ _OUTPUT_OPTIONS = ("output_dir", "data_cache_dir", "metrics_file", "stage_checkp
 """Options with a path that the run writes to."""
 
 
-def check_folder(
+def check_output_folder(
     config: CoreConfig,
     folder: RunFolder,
     resume_from: Checkpoint | None,
@@ -67,7 +67,7 @@ def _find_input_files(option_name: str, input_path: str) -> list[Path]:
     return [candidate for candidate in candidates if os.path.exists(candidate)]
 
 
-def default_output_dir(config: CoreConfig) -> str:
+def choose_default_output_dir(config: CoreConfig) -> str:
     """Return `runs/MODEL-DATA`, named after the model and the data of the options."""
     model = config.model_name_or_path or config.config_name or config.model_type or "gpt2"
     if config.model_size is not None:

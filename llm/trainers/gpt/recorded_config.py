@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ def read_config(run: Path, *, trust_remote_code: bool = False) -> GPTConfig:
         CheckpointError: The folder does not exist or lacks `config.toml`.
         ConfigError: It cannot be read.
     """
-    restricted = restricted_options(GPTConfig) | {"trust_remote_code": trust_remote_code}
-    return dataclasses.replace(_read_run_config(run), **restricted)
+    restricted_values = restricted_options(GPTConfig) | {"trust_remote_code": trust_remote_code}
+    return dataclasses.replace(_read_run_config(run), **restricted_values)
 
 
 def _read_run_config(run: Path) -> GPTConfig:
@@ -54,7 +55,7 @@ def _read_run_config(run: Path) -> GPTConfig:
     return config
 
 
-def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
+def read_inherited_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a branch inherits from the run of `branch_from`.
 
     Args:
@@ -80,13 +81,18 @@ def inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         if CLASS_CHOICE in field.choices and names_class(parent_options.get(field.name))
     }
     if omitted_names := sorted((parent_options.keys() & restricted_names) - values.keys()):
-        flags = ", ".join(f"--{name}" for name in omitted_names)
-        logger.warning(
-            f"{parent_run / 'config.toml'} sets {flags}, which a branch takes only from its own "
-            "command; give them there if you trust what they run."
-        )
+        _warn_of_omitted_options(parent_run, omitted_names)
     excluded_names = {*restricted_names, "output_dir", "branch_from"}
     return {name: value for name, value in parent_options.items() if name not in excluded_names}
+
+
+def _warn_of_omitted_options(parent_run: Path, omitted_names: Sequence[str]) -> None:
+    """Warn that a branch does not inherit the options of its parent that run code."""
+    flags = ", ".join(f"--{name}" for name in omitted_names)
+    logger.warning(
+        f"{parent_run / 'config.toml'} sets {flags}, which a branch takes only from its own "
+        "command; give them there if you trust what they run."
+    )
 
 
 def _find_parent_run(branch_from: str) -> Path:

@@ -46,10 +46,12 @@ def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
         )
     _check_types(config, checkpoint)
     option_names = {field.name for field in options.fields(type(config))}
-    unknown_names = saved_options(config, checkpoint, "fixed").keys() - option_names
+    unknown_names = read_saved_options(config, checkpoint, "fixed").keys() - option_names
     if unknown_names:
         flags = " and ".join(f"--{name}" for name in sorted(unknown_names))
-        packages = " and ".join(f"{name} {v}" for name, v in recorded_packages(checkpoint).items())
+        packages = " and ".join(
+            f"{name} {version}" for name, version in recorded_packages(checkpoint).items()
+        )
         source = packages or "the extension or the version of llm-trainers that has them"
         raise CheckpointError(
             f"{checkpoint.path} was trained with {flags}, which this installation does not have. "
@@ -62,15 +64,15 @@ def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with values of another type in the record of its options."""
     fields_by_name = {field.name: field for field in options.fields(type(config))}
     for kind in ("fixed", "logged"):
-        for name, value in _recorded_options(config, checkpoint, kind).items():
-            if name in fields_by_name and not _has_type(fields_by_name[name], value):
+        for name, value in _read_recorded_options(config, checkpoint, kind).items():
+            if name in fields_by_name and not _has_field_type(fields_by_name[name], value):
                 raise CheckpointError(
                     f"{checkpoint.path} is damaged: it records {value!r} as --{name}; name another "
                     "checkpoint."
                 )
 
 
-def _has_type(field: options.Field, value: Any) -> bool:
+def _has_field_type(field: options.Field, value: Any) -> bool:
     """Return whether a JSON value can be an option's, perhaps one of another version."""
     if value is None:
         return field.allows_none or field.default is None
@@ -95,7 +97,7 @@ def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
     """
     if changes_schedule(config):
         return False
-    recorded_options = _recorded_options(config, checkpoint, "fixed")
+    recorded_options = _read_recorded_options(config, checkpoint, "fixed")
     recorded_duration = Duration(recorded_options["max_duration"])
     duration = config.max_duration
     if duration.unit != recorded_duration.unit or duration.value < recorded_duration.value:
@@ -110,18 +112,20 @@ def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
     return is_decay_start_known and checkpoint.step <= recorded_duration.value - decay.value
 
 
-def fixed_options(config: CoreConfig, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+def list_fixed_options(
+    config: CoreConfig, *, defaults: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the options that a resumed run must keep, as JSON values.
 
     Args:
         config: The options.
         defaults: Fixed options of a checkpoint, which give seed and precision if `config` does not.
     """
-    fixed = recorded_values(config, "fixed")
+    fixed_values = recorded_values(config, "fixed")
     for name in ("seed", *DEVICE_OPTIONS):
-        if defaults is not None and name in fixed and fixed[name] is None:
-            fixed[name] = defaults.get(name)
-    return fixed
+        if defaults is not None and name in fixed_values and fixed_values[name] is None:
+            fixed_values[name] = defaults.get(name)
+    return fixed_values
 
 
 def recorded_packages(checkpoint: Checkpoint) -> dict[str, str]:
@@ -148,21 +152,24 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def recorded_options(config: CoreConfig) -> dict[str, dict[str, Any]]:
+def make_options_record(config: CoreConfig) -> dict[str, dict[str, Any]]:
     """Return the options for a checkpoint's record, without extension options at their default."""
     default_names = {
         field.name
         for field in options.fields(type(config))
         if field.option.extension and getattr(config, field.name) == field.default
     }
-    kinds = {"fixed": fixed_options(config), "logged": recorded_values(config, "logged")}
+    values_by_kind = {
+        "fixed": list_fixed_options(config),
+        "logged": recorded_values(config, "logged"),
+    }
     return {
         kind: {name: value for name, value in values.items() if name not in default_names}
-        for kind, values in kinds.items()
+        for kind, values in values_by_kind.items()
     }
 
 
-def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+def read_saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options of a checkpoint.
 
     Extension options that it does not record have their default.
@@ -172,20 +179,20 @@ def saved_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict
         for field in _recorded_fields(config, kind)
         if field.option.extension
     }
-    return _as_json(defaults) | _recorded_options(config, checkpoint, kind)
+    return _as_json(defaults) | _read_recorded_options(config, checkpoint, kind)
 
 
-def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+def _read_recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
     """Return the fixed or the logged options in a checkpoint's record, by their current names.
 
     Raises:
         CheckpointError: A former option has a value that no duration has.
     """
-    removed = options.removed_options(type(config))
+    removed_values = options.removed_options(type(config))
     recorded = {
         name: value
         for name, value in checkpoint.metadata[kind].items()
-        if name not in removed or value != removed[name]
+        if name not in removed_values or value != removed_values[name]
     }
     try:
         return options.join_unit_aliases(type(config), recorded)
@@ -195,9 +202,7 @@ def _recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str) -> 
         ) from error
 
 
-def options_allowed_to_change(
-    config: CoreConfig, checkpoint: Checkpoint | None = None
-) -> list[str]:
+def list_changeable_options(config: CoreConfig, checkpoint: Checkpoint | None = None) -> list[str]:
     """Return the options in `change_on_resume`, with aliases resolved.
 
     Args:

@@ -23,7 +23,7 @@ from llm.models.sizes import parameter_counts
 from llm.runtime.files import json_safe, write_whole
 from llm.runtime.logging import counted
 from llm.trainers.gpt.config import CoreConfig, packages_in_use
-from llm.trainers.gpt.load_trained_model import export_trained
+from llm.trainers.gpt.load_trained_model import export_trained_model
 from llm.trainers.gpt.loop import Trainer
 
 _EXCLUDED_FROM_UPLOAD = (
@@ -49,7 +49,7 @@ def write_results(
     # The last gradients take as much memory as the exported weights.
     trainer.strategy.optimizer.zero_grad(set_to_none=True)
     # If ranks hold shards, this is a collective: all ranks gather, rank 0 writes.
-    state_dict = trainer.strategy.full_state_dict()
+    state_dict = trainer.strategy.gather_full_state_dict()
     trainer.count_energy()
     if trainer.strategy.rank != 0:
         return
@@ -59,13 +59,13 @@ def write_results(
     card = make_card(
         run.config,
         name=folder.name,
-        rows=_card_rows(trainer, model, results) | goodput_rows(goodput),
+        rows=_make_card_rows(trainer, model, results) | goodput_rows(goodput),
         results=trainer.results,
         task_results=task_results,
         initial_weights=run.initial_weights,
         ranks=run.dims.world_size,
     )
-    export_trained(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
+    export_trained_model(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results | goodput, indent=1) + "\n")
     trainer.tracker.wall_time.write(is_finished=True)
 
@@ -92,7 +92,7 @@ def _collect_results(
     }
 
 
-def _card_rows(
+def _make_card_rows(
     trainer: Trainer, model: PreTrainedModel, results: dict[str, float | None]
 ) -> dict[str, object]:
     """Return the table of the model card."""
@@ -109,7 +109,11 @@ def _card_rows(
         "learning rate": f"{run.config.learning_rate:g}, {run.config.lr_scheduler_type}",
         "weight decay": run.config.weight_decay,
         "mixed precision": run.config.mixed_precision,
-        **{name: row for part in trainer.extensions for name, row in part.card_rows().items()},
+        **{
+            name: row
+            for extension in trainer.extensions
+            for name, row in extension.card_rows().items()
+        },
         "seed": run.seed,
         **{name.replace("_", " "): value for name, value in results.items()},
     }
@@ -149,7 +153,7 @@ def open_repository(config: CoreConfig, folder: Path) -> str | None:
     return url.repo_id
 
 
-def push(folder: Path, repository: str) -> None:
+def push_model(folder: Path, repository: str) -> None:
     """Upload an exported model; a failure is only logged: the model is safe in its folder."""
     import huggingface_hub
 
@@ -218,12 +222,12 @@ def make_card(
         results=results,
         task_results=task_results,
         command=f"{program} --config config.toml",
-        options=_options_to_repeat(config, name),
+        options=_format_options_to_repeat(config, name),
         software=f"{software}, on {counted(ranks, 'rank')}",
     )
 
 
-def _options_to_repeat(config: CoreConfig, name: str) -> str:
+def _format_options_to_repeat(config: CoreConfig, name: str) -> str:
     """Return the options that train the model again, as TOML; "" for a branch.
 
     A branch cannot be trained again without its parent.
@@ -234,7 +238,9 @@ def _options_to_repeat(config: CoreConfig, name: str) -> str:
     """
     if config.branch_from is not None:
         return ""
-    one_shot_defaults = {f.name: f.default for f in fields(type(config)) if f.option.one_shot}
+    one_shot_defaults = {
+        field.name: field.default for field in fields(type(config)) if field.option.one_shot
+    }
     changes = {**one_shot_defaults, "preset": None, "output_dir": f"runs/{name}"}
     return values_as_toml(non_default(dataclasses.replace(config, **changes)))
 

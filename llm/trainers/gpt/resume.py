@@ -8,9 +8,9 @@ from typing import Any
 from llm.checkpoint.format import (
     MANIFEST,
     Checkpoint,
-    checkpoint_folders,
     checkpoint_name,
     checkpoint_step,
+    list_checkpoint_folders,
 )
 from llm.checkpoint.load import find_newest_checkpoint, read_verified_checkpoint
 from llm.checkpoint.run_folder import RunFolder, check_unchanged, describe_changes
@@ -22,11 +22,11 @@ from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.recorded_options import (
     can_extend_training,
     check_checkpoint_record,
-    fixed_options,
-    options_allowed_to_change,
+    list_changeable_options,
+    list_fixed_options,
+    read_saved_options,
     recorded_packages,
     recorded_values,
-    saved_options,
     state_options,
 )
 
@@ -88,7 +88,7 @@ def _check_fresh_start(folder: RunFolder) -> None:
         CheckpointError: A fresh start would replace checkpoints, even if they are damaged.
         ConfigError: The run has finished without a checkpoint.
     """
-    damaged_folders = checkpoint_folders(folder.checkpoints)
+    damaged_folders = list_checkpoint_folders(folder.checkpoints)
     if damaged_folders:
         raise CheckpointError(
             f"--resume_from_checkpoint: none of the {len(damaged_folders)} checkpoints in "
@@ -104,9 +104,9 @@ def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: An option differs that may not change.
     """
-    checkpoint_options = saved_options(config, checkpoint, "fixed")
-    run_options = fixed_options(config, defaults=checkpoint_options)
-    allowed_names = tuple(options_allowed_to_change(config, checkpoint))
+    checkpoint_options = read_saved_options(config, checkpoint, "fixed")
+    run_options = list_fixed_options(config, defaults=checkpoint_options)
+    allowed_names = tuple(list_changeable_options(config, checkpoint))
     # If an older checkpoint lacks an option, the option did not exist yet, so it has not changed.
     checkpoint_state = state_options(dataclasses.replace(config, **checkpoint_options))
     state_changes = describe_changes(checkpoint_state, state_options(config))
@@ -159,7 +159,9 @@ def _read_checkpoint_of_step(run: Path, step_name: str, *, option: str) -> Check
     checkpoints = RunFolder(run).checkpoints
     folder_name = checkpoint_name(int(step_name)) if step_name.isdigit() else step_name
     if not (checkpoints / folder_name / MANIFEST).exists():
-        steps = ", ".join(str(checkpoint_step(path)) for path in checkpoint_folders(checkpoints))
+        steps = ", ".join(
+            str(checkpoint_step(path)) for path in list_checkpoint_folders(checkpoints)
+        )
         raise CheckpointError(
             f"--{option} {run / step_name} names no checkpoint of {run}, which has the steps "
             f"{steps or '(none)'}; name one of them."
@@ -179,7 +181,7 @@ def check_same_data(
     Args:
         config: The options.
         checkpoint: The checkpoint that the run starts from.
-        data_digest: Result of `corpus_digests` for the training data.
+        data_digest: Result of `compute_corpus_digests` for the training data.
         is_branch: Whether this start begins a branch.
 
     Raises:
@@ -188,7 +190,7 @@ def check_same_data(
     if checkpoint is None:
         return
     has_changed = data_has_changed(checkpoint.metadata["data"], data_digest)
-    if not set(SOURCES).isdisjoint(options_allowed_to_change(config)):
+    if not set(SOURCES).isdisjoint(list_changeable_options(config)):
         relation = "change: they are not those" if has_changed else "are the same as those"
         logger.info(f"The training data {relation} with which {checkpoint.path} was reached.")
     elif has_changed:
@@ -211,9 +213,9 @@ def _package_changes(saved: dict[str, str], current: dict[str, str]) -> list[str
 
 def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) -> None:
     """Log settings that affect the numbers and differ from the checkpoint."""
-    fixed, logged = (saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
+    fixed, logged = (read_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
     changes = [
-        *describe_changes(fixed, fixed_options(config, defaults=fixed)),
+        *describe_changes(fixed, list_fixed_options(config, defaults=fixed)),
         *describe_changes(logged, recorded_values(config, "logged")),
         *describe_changes(
             {"number of ranks": checkpoint.world_size}, {"number of ranks": world_size}

@@ -13,13 +13,13 @@ from llm.models.loss_chunks import LossChunks, default_chunks
 from llm.parallel.accelerator import default_precision
 from llm.runtime.rng import draw_seed
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.recorded_options import DEVICE_OPTIONS, saved_options
+from llm.trainers.gpt.recorded_options import DEVICE_OPTIONS, read_saved_options
 
 _UNRECORDED_VALUES = {"router_dtype": "model"}
 """Values of options in `DEVICE_OPTIONS` for checkpoints that do not record them."""
 
 
-def choose_by_device(
+def choose_device_options(
     config: CoreConfig, start: Checkpoint | None, device: torch.device
 ) -> dict[str, Any]:
     """Return the options in `DEVICE_OPTIONS`: as set, else the checkpoint's, else the defaults.
@@ -30,7 +30,7 @@ def choose_by_device(
     is_compiled = can_compile(device) and not config.deterministic
     values = {**default_precision(device), "torch_compile": is_compiled, "router_dtype": "fp32"}
     if start is not None and not config.eval_only:
-        fixed, logged = (saved_options(config, start, kind) for kind in ("fixed", "logged"))
+        fixed, logged = (read_saved_options(config, start, kind) for kind in ("fixed", "logged"))
         recorded = _UNRECORDED_VALUES | fixed | logged
         values = {name: recorded[name] for name in DEVICE_OPTIONS}
     overrides = {name: getattr(config, name) for name in DEVICE_OPTIONS}
@@ -66,7 +66,7 @@ def choose_loss_chunks(
     return default_chunks(device_memory(device), multiprocessors)
 
 
-def with_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
+def use_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | None) -> CoreConfig:
     """Return the options with the checkpoint's micro-batch size instead of `auto`.
 
     Raises:
@@ -83,7 +83,7 @@ def with_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | Non
             )
         return config
     name = "per_device_train_batch_size"
-    size = saved_options(config, resume_from, "logged")[name]
+    size = read_saved_options(config, resume_from, "logged")[name]
     return dataclasses.replace(config, **{name: size})
 
 

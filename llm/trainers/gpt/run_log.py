@@ -17,7 +17,7 @@ from llm.checkpoint.format import TrainState
 from llm.config.options import format_default, non_default
 from llm.config.shell import shell_line
 from llm.data.corpus import CorpusSource
-from llm.data.order import stage_starts
+from llm.data.order import find_stage_starts
 from llm.models.attention import kernel_dtype
 from llm.models.attention_kernels import attention_kernel
 from llm.models.mixtures import mixture_size
@@ -30,7 +30,7 @@ from llm.runtime.process_settings import allocator_settings
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.config import packages_in_use, values_of_preset
 from llm.trainers.gpt.seams import ExtraWeights, Run
-from llm.trainers.gpt.step_samples import sample_order
+from llm.trainers.gpt.step_samples import describe_sample_order
 from llm.trainers.gpt.training_run import TrainingRun
 
 logger = logging.getLogger("llm")
@@ -48,7 +48,7 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
         _log_length(run, model)
         if run.skipped.ranges:
             logger.info(f"left out: samples {run.skipped} (--skip_samples)")
-        for option, reason in _options_without_effect(run, strategy):
+        for option, reason in _find_options_without_effect(run, strategy):
             logger.info(f"--{option} changes nothing {reason}.")
         _log_stages(run)
         _log_sources(run, run.batch_plan.total_samples, "will serve")
@@ -87,15 +87,17 @@ def _log_world(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) 
     logger.info(
         f"world: {counted(strategy.world_size, 'rank')}, {layout}{strategy.device.type}, "
         f"mixed precision {run.config.mixed_precision}, {feature_text}seed {run.seed}",
-        extra=_start_event(run, strategy, model),
+        extra=_make_start_event(run, strategy, model),
     )
 
 
-def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> dict[str, Any]:
+def _make_start_event(
+    run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> dict[str, Any]:
     """Return the event of a start, with what `find_step_samples` needs to find its samples."""
     total_steps, order = None, {}
     if isinstance(run, TrainingRun):
-        total_steps, order = run.batch_plan.total_steps, sample_order(run)
+        total_steps, order = run.batch_plan.total_steps, describe_sample_order(run)
     mixture = mixture_size(model)
     experts = {}
     if mixture is not None:
@@ -116,7 +118,7 @@ def _start_event(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel
     )
 
 
-def _options_without_effect(
+def _find_options_without_effect(
     run: TrainingRun, strategy: AcceleratedStrategy
 ) -> Iterator[tuple[str, str]]:
     """Yield each option that concerns something which this run does not have, and the reason."""
@@ -174,22 +176,7 @@ def _log_model(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) 
 def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
     """Log the batches, the length and, for a length in tokens, the FLOPs of the run."""
     batch_plan = run.batch_plan
-    for phase in batch_plan.phases:
-        if phase.first_step >= batch_plan.total_steps:
-            logger.warning(
-                f"The run ends before --global_batch_size {run.config.global_batch_size} grows to "
-                f"{phase.global_batch_size} samples."
-            )
-            break
-        num_micro_batches, size = batch_plan.micro_batch_shape(phase.first_step)
-        phase_label = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
-        logger.info(
-            f"batch{phase_label}: {counted(size, 'sample')} per device x "
-            f"{counted(batch_plan.world_size, 'rank')} x "
-            f"{counted(num_micro_batches, 'micro-batch')} = "
-            f"{counted(phase.global_batch_size, 'sample')} "
-            f"({phase.global_batch_size * run.block_size:,} tokens) per step"
-        )
+    _log_batch_phases(run)
     logger.info(
         f"length: {counted(batch_plan.total_steps, 'step')}, "
         f"{counted(batch_plan.total_samples, 'sample')}, {batch_plan.epochs:.4g} epochs"
@@ -200,31 +187,57 @@ def _log_length(run: TrainingRun, model: PreTrainedModel) -> None:
         "0 in test"
     )
     if run.config.max_duration.unit.startswith("tokens"):
-        num_tokens = batch_plan.total_samples * run.block_size
-        num_parameters = parameter_counts(model)["total"]
-        num_flops = num_tokens * flops_per_token(model, block_size=run.block_size)
+        _log_token_budget(run, model)
+
+
+def _log_batch_phases(run: TrainingRun) -> None:
+    """Log the batch of each phase, and warn of phases after the end of the run."""
+    batch_plan = run.batch_plan
+    for phase in batch_plan.phases:
+        if phase.first_step >= batch_plan.total_steps:
+            logger.warning(
+                f"The run ends before --global_batch_size {run.config.global_batch_size} grows to "
+                f"{phase.global_batch_size} samples."
+            )
+            break
+        num_micro_batches, micro_batch_size = batch_plan.micro_batch_shape(phase.first_step)
+        phase_label = f" from step {phase.first_step + 1:,} on" if phase.first_step else ""
         logger.info(
-            f"budget: {num_tokens:,} tokens, {num_tokens / num_parameters:.4g} for each of "
-            f"{num_parameters:,} parameters; {num_flops:.4g} FLOPs"
+            f"batch{phase_label}: {counted(micro_batch_size, 'sample')} per device x "
+            f"{counted(batch_plan.world_size, 'rank')} x "
+            f"{counted(num_micro_batches, 'micro-batch')} = "
+            f"{counted(phase.global_batch_size, 'sample')} "
+            f"({phase.global_batch_size * run.block_size:,} tokens) per step"
         )
 
 
-def _log_data(name: str, sources: Sequence[CorpusSource], run: Run) -> None:
+def _log_token_budget(run: TrainingRun, model: PreTrainedModel) -> None:
+    """Log the tokens of a run, also relative to the parameters, and its FLOPs."""
+    num_tokens = run.batch_plan.total_samples * run.block_size
+    num_parameters = parameter_counts(model)["total"]
+    num_flops = num_tokens * flops_per_token(model, block_size=run.block_size)
+    logger.info(
+        f"budget: {num_tokens:,} tokens, {num_tokens / num_parameters:.4g} for each of "
+        f"{num_parameters:,} parameters; {num_flops:.4g} FLOPs"
+    )
+
+
+def _log_data(split_name: str, sources: Sequence[CorpusSource], run: Run) -> None:
     """Log the sizes of the sources of a split, which is `training` or `validation`."""
     for source in sources:
         if source.weight == 0:
             continue
         num_tokens = source.stream.num_tokens
         num_windows = num_tokens // run.block_size
-        if name == "validation":
+        if split_name == "validation":
             num_windows = _num_windows(source, run)
         source_label = f" {source.name} ({source.weight:.2%})" if len(sources) > 1 else ""
-        if name == "training" and run.corpus.stages:
+        if split_name == "training" and run.corpus.stages:
             source_label = f" {source.name}"  # the weights of each stage follow
         num_documents = source.stream.num_documents
         documents = f"{counted(num_documents, 'document')}, " if num_documents else ""
         logger.info(
-            f"{name} data{source_label}: {documents}{num_tokens:,} tokens, "
+            f"{split_name} data{source_label}: {documents}{num_tokens:,} tokens, "
             f"{counted(num_windows, 'window')} of {run.block_size}"
         )
 
@@ -238,7 +251,7 @@ def _num_windows(source: CorpusSource, run: Run) -> int:
 def _log_stages(run: TrainingRun) -> None:
     """Log the first sample and the weights of each stage of the data."""
     stages, num_samples = run.corpus.stages, run.batch_plan.total_samples
-    first_samples = stage_starts(stages, block_size=run.block_size)
+    first_samples = find_stage_starts(stages, block_size=run.block_size)
     for stage_number, (first_sample, stage) in enumerate(
         zip(first_samples, stages, strict=False), 1
     ):
@@ -312,8 +325,12 @@ def _log_next_commands(run: TrainingRun) -> None:
     folder, world_size = run.folder.path, run.dims.world_size
     if "tensorboard" in run.config.report_to:
         is_installed = shutil.which("tensorboard") is not None
-        board = ["tensorboard"] if is_installed else [python_command(), "-m", "tensorboard.main"]
-        logger.info("curves: " + shell_line([*board, "--logdir", folder / "tensorboard"]))
+        tensorboard_command = (
+            ["tensorboard"] if is_installed else [python_command(), "-m", "tensorboard.main"]
+        )
+        logger.info(
+            "curves: " + shell_line([*tensorboard_command, "--logdir", folder / "tensorboard"])
+        )
     rerun_command = start_command(world_size, "--config", folder / "config.toml")
     logger.info(f"again with other settings: {rerun_command} --output_dir NEW")
     trust_flags = ["--trust_remote_code"] if run.config.trust_remote_code else []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from llm.config.options import Package
 from llm.errors import ConfigError
-from llm.parallel.dims import parallel_dims
+from llm.parallel.dims import make_parallel_dims
 from llm.parallel.layout import Layout
 from llm.trainers.gpt.config import CoreConfig, extensions_in_use
 
@@ -71,7 +71,7 @@ class Run:
         layout: How the ranks train.
         extensions: The extensions, in calling order.
         loss_chunks: The size of the loss's chunks on an accelerator; None on a CPU.
-        corpus: Training and validation tokens. It is empty when `Extension.read` is called.
+        corpus: Training and validation tokens. It is empty when `Extension.prepare_run` is called.
     """
 
     config: CoreConfig
@@ -290,7 +290,8 @@ class Extension(Generic[OptionsT]):
     """A feature of some runs; it imports its code where needed, because `--help` loads no torch.
 
     A run makes one object from its options, and calls the methods in this order. Other programs
-    make one for `problems`, `layout`, `transform`, `optimizer_factory` and `bytes_per_parameter`.
+    make one for `find_problems`, `make_layout`, `make_transform`, `make_optimizer_factory` and
+    `bytes_per_parameter`.
 
     Args:
         options: The options of the run, with the values chosen for its device.
@@ -309,14 +310,14 @@ class Extension(Generic[OptionsT]):
     def __init__(self, options: OptionsT) -> None:
         self.options = options
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return a sentence for each combination of options that cannot work.
 
         It checks the extension's options among themselves and against the core's.
         """
         return []
 
-    def layout(
+    def make_layout(
         self, *, ranks: int, ranks_per_node: int, start: "Checkpoint | None"
     ) -> Layout | None:
         """Return the layout that the options ask for; None if they do not ask for one.
@@ -331,7 +332,7 @@ class Extension(Generic[OptionsT]):
         """
         return None
 
-    def read(self, run: Run) -> None:
+    def prepare_run(self, run: Run) -> None:
         """Check the inputs of a run, and read further ones into attributes.
 
         Args:
@@ -341,11 +342,11 @@ class Extension(Generic[OptionsT]):
             LLMError: The extension cannot work with these inputs.
         """
 
-    def transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
+    def make_transform(self, model_config: "PreTrainedConfig") -> "Transform | None":
         """Return the extension's change to the model, or None."""
         return None
 
-    def schedule(self, schedule: "Schedule", *, total_steps: int) -> "Schedule":
+    def change_schedule(self, schedule: "Schedule", *, total_steps: int) -> "Schedule":
         """Return the learning rate by step: another function, or the given one.
 
         A run whose schedule an extension changes cannot grow on resume.
@@ -359,7 +360,9 @@ class Extension(Generic[OptionsT]):
         """
         return schedule
 
-    def optimizer_factory(self, *, seed: int, layout: Layout | None) -> "OptimizerFactory | None":
+    def make_optimizer_factory(
+        self, *, seed: int, layout: Layout | None
+    ) -> "OptimizerFactory | None":
         """Return the factory of the optimizer; None if the core or another extension has it.
 
         Args:
@@ -368,19 +371,19 @@ class Extension(Generic[OptionsT]):
         """
         return None
 
-    def in_loop(self, context: LoopContext) -> LoopExtension | None:
+    def make_loop_extension(self, context: LoopContext) -> LoopExtension | None:
         """Return the object that takes part in the loop; None if the options do not ask for it."""
         return None
 
-    def in_trial(self, context: LoopContext) -> AbstractContextManager[None]:
+    def trial_context(self, context: LoopContext) -> AbstractContextManager[None]:
         """Return a context for trial steps, which measure the memory of a micro-batch.
 
-        Inside it, a forward and backward pass has the activations that `in_loop` adds to it.
+        Inside it, a forward and backward pass has the activations that the loop extension adds.
         """
         return nullcontext()
 
     def bytes_per_parameter(self) -> float:
-        """Return the device memory that `in_loop` takes for each trained parameter.
+        """Return the device memory that `make_loop_extension` takes for each trained parameter.
 
         `llm-trainers plan` counts it, and so does `--per_device_train_batch_size auto`, which
         measures a run without it. It does not include the memory of an optimizer, which
@@ -392,7 +395,7 @@ class Extension(Generic[OptionsT]):
         return 0.0
 
 
-def option_classes(extensions: Iterable[type[Extension[Any]]]) -> list[type]:
+def list_option_classes(extensions: Iterable[type[Extension[Any]]]) -> list[type]:
     """Return the class of options of each extension that declares one, in the order of extensions.
 
     It is the argument of the base class, such as `SpikeOptions` of `Extension[SpikeOptions]`.
@@ -429,18 +432,18 @@ def choose_layout(
         ConfigError: The layout does not allow this number of ranks.
     """
     for extension in extensions:
-        layout = extension.layout(ranks=ranks, ranks_per_node=ranks_per_node, start=start)
+        layout = extension.make_layout(ranks=ranks, ranks_per_node=ranks_per_node, start=start)
         if layout is not None:
             return layout
-    parallel_dims(config, ranks)  # refuses ranks that cannot be divided
+    make_parallel_dims(config, ranks)  # refuses ranks that cannot be divided
     return Layout()
 
 
-def transforms_of(
+def list_transforms(
     extensions: Iterable[Extension[Any]], model_config: "PreTrainedConfig"
 ) -> "list[Transform]":
     """Return the changes of all extensions to a model."""
-    transforms = (extension.transform(model_config) for extension in extensions)
+    transforms = (extension.make_transform(model_config) for extension in extensions)
     return [transform for transform in transforms if transform is not None]
 
 
@@ -462,7 +465,9 @@ def choose_factory(
     from llm.optim.optimizers import make_optimizer
     from llm.optim.run_optimizer import OptimizerFactory
 
-    factories = (extension.optimizer_factory(seed=seed, layout=layout) for extension in extensions)
+    factories = (
+        extension.make_optimizer_factory(seed=seed, layout=layout) for extension in extensions
+    )
     factory = next((factory for factory in factories if factory is not None), None)
     return factory or OptimizerFactory(partial(make_optimizer, config))
 
@@ -470,7 +475,8 @@ def choose_factory(
 def changes_schedule(config: CoreConfig) -> bool:
     """Return whether an extension that takes part may change the learning rates."""
     return any(
-        extension.schedule is not Extension.schedule for extension in extensions_in_use(config)
+        extension.change_schedule is not Extension.change_schedule
+        for extension in extensions_in_use(config)
     )
 
 
@@ -483,20 +489,25 @@ def make_loop_extensions(context: LoopContext) -> list[LoopExtension]:
     loop_extensions = [
         loop_extension
         for extension in context.run.extensions
-        if (loop_extension := extension.in_loop(context)) is not None
+        if (loop_extension := extension.make_loop_extension(context)) is not None
     ]
-    parts = [*_CORE_PARTS, *context.strategy.run_optimizer.parts()]
-    parts += [extension.part for extension in loop_extensions if extension.part is not None]
-    work = [_CORE_WORK]
-    work += [extension.periodic.name for extension in loop_extensions if extension.periodic]
-    for kind, names in (("part of checkpoints", parts), ("periodic work", work)):
-        repeated_names = [name for name in names if names.count(name) > 1]
-        if repeated_names:
-            raise ConfigError(
-                f"Two extensions have a {kind} named {repeated_names[0]}; leave one of them out, "
-                "or give its part another name."
-            )
+    part_names = [*_CORE_PARTS, *context.strategy.run_optimizer.parts()]
+    part_names += [extension.part for extension in loop_extensions if extension.part is not None]
+    work_names = [_CORE_WORK]
+    work_names += [extension.periodic.name for extension in loop_extensions if extension.periodic]
+    _refuse_repeated_name(part_names, "part of checkpoints")
+    _refuse_repeated_name(work_names, "periodic work")
     return loop_extensions
+
+
+def _refuse_repeated_name(names: Sequence[str], kind: str) -> None:
+    """Refuse names of extensions in which one appears twice; `kind` says what they name."""
+    repeated_names = [name for name in names if names.count(name) > 1]
+    if repeated_names:
+        raise ConfigError(
+            f"Two extensions have a {kind} named {repeated_names[0]}; leave one of them out, "
+            "or give its part another name."
+        )
 
 
 def evaluate_weights(

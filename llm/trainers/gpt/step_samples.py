@@ -4,6 +4,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +16,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.corpus import CorpusSource, Samples, TokenStream
-from llm.data.data_digest import corpus_digests, data_has_changed
+from llm.data.data_digest import compute_corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, set_read_ahead
 from llm.data.formats.parts import TokenFileParts, arrays_of
@@ -28,7 +29,7 @@ from llm.trainers.gpt.inputs import choose_block_size, open_data
 from llm.trainers.gpt.load_trained_model import (
     load_run_tokenizer,
     read_while_training,
-    with_checkpoint_copies,
+    use_checkpoint_copies,
 )
 from llm.trainers.gpt.recorded_config import read_config
 from llm.trainers.gpt.training_run import TrainingRun, choose_skipped_samples
@@ -52,7 +53,7 @@ _START_FIELDS: dict[str, tuple[type, ...]] = {
 """Types of the fields that determine the order of samples after a start."""
 
 
-def sample_order(run: TrainingRun) -> dict[str, object]:
+def describe_sample_order(run: TrainingRun) -> dict[str, object]:
     """Return the settings that determine a rank's samples in each step, for the log of a start."""
     return {
         "seed": run.seed,
@@ -111,11 +112,11 @@ def find_step_samples(
         LLMError: The run, step or rank does not exist, or the data are missing or have changed.
     """
     recorded_config = read_config(run, trust_remote_code=trust_remote_code)
-    order = _recorded_order(RunFolder(run), step, recorded_config)
+    order = _read_recorded_order(RunFolder(run), step, recorded_config)
     config = _with_order_options(recorded_config, order)
     tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)
-    if data_has_changed(order["data"], corpus_digests(corpus.train)):
+    if data_has_changed(order["data"], compute_corpus_digests(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."
@@ -134,7 +135,7 @@ def find_step_samples(
         world_size=data_ranks or order["data_ranks"],
         block_size=block_size,
     )
-    positions = _positions_of_step(batch_plan, step, rank)
+    positions = _choose_positions(batch_plan, step, rank)
     sample_indices = choose_skipped_samples(config, None, batch_plan).sample_indices(positions)
     sources, starts = samples.locate(sample_indices)
     return StepSamples(
@@ -161,16 +162,20 @@ def _read_model(
     config: CoreConfig, checkpoints: Path
 ) -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
     """Return tokenizer and model configuration: the newest checkpoint's copies, if there is one."""
-
-    def read() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
-        newest = list_checkpoints(checkpoints)[-1:]
-        options = with_checkpoint_copies(config, newest[0]) if newest else config
-        return load_run_tokenizer(options), load_config(options)
-
-    return read_while_training(checkpoints, read)
+    return read_while_training(checkpoints, partial(_read_newest_model, config, checkpoints))
 
 
-def _positions_of_step(batch_plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
+def _read_newest_model(
+    config: CoreConfig, checkpoints: Path
+) -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
+    """Do the work of `_read_model`; fails if training removes the newest checkpoint meanwhile."""
+    valid_checkpoints = list_checkpoints(checkpoints)
+    if valid_checkpoints:
+        config = use_checkpoint_copies(config, valid_checkpoints[-1])
+    return load_run_tokenizer(config), load_config(config)
+
+
+def _choose_positions(batch_plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
     """Return the positions of a step, or of a rank in it.
 
     Raises:
@@ -192,7 +197,7 @@ def _positions_of_step(batch_plan: BatchPlan, step: int, rank: int | None) -> ND
     return positions[positions >= 0]
 
 
-def _recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
+def _read_recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
     """Return the sample order logged by the last start that trained the step.
 
     Args:
@@ -277,7 +282,7 @@ class Passage(NamedTuple):
     tokens: NDArray[Any]
 
 
-def passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
+def split_into_passages(stream: TokenStream, start: int, length: int) -> Iterator[Passage]:
     """Yield the passages of a sample.
 
     Args:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,23 @@ def make_tracker(
     run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> Tracker:
     """Return the run's Tracker; it reports to the trackers that are open by then."""
-
-    def find_peak_flops() -> float:
-        if run.config.device_peak_tflops is not None:
-            return run.config.device_peak_tflops * 1e12 * strategy.world_size
-        precision = run.config.mixed_precision or "no"
-        return device_peak_flops(strategy.device, precision) * strategy.world_size
-
     return Tracker(
         metrics_path=run.folder.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: strategy.accelerator.log(values, step=step),
         device=strategy.device,
         total_steps=run.batch_plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=run.block_size),
-        find_peak_flops=find_peak_flops,
+        find_peak_flops=partial(_find_peak_flops, run.config, strategy),
         prometheus_file=_make_prometheus_file(run) if strategy.rank == 0 else None,
     )
+
+
+def _find_peak_flops(config: CoreConfig, strategy: AcceleratedStrategy) -> float:
+    """Return the largest FLOP/s of all devices together, from the option or the device's name."""
+    if config.device_peak_tflops is not None:
+        return config.device_peak_tflops * 1e12 * strategy.world_size
+    precision = config.mixed_precision or "no"
+    return device_peak_flops(strategy.device, precision) * strategy.world_size
 
 
 def _make_prometheus_file(run: TrainingRun) -> PrometheusFile | None:
@@ -61,14 +63,14 @@ def check_trackers(config: CoreConfig) -> None:
     Raises:
         ConfigError: Names the tracker.
     """
-    available = {str(tracker) for tracker in get_available_trackers()}
+    available_names = {str(tracker) for tracker in get_available_trackers()}
     for name in config.report_to:
         if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
             raise ConfigError(
                 f"--report_to {name} is not a tracker; choose from "
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))} and none."
             )
-        if name != "none" and name not in available:
+        if name != "none" and name not in available_names:
             raise ConfigError(
                 f"--report_to {name} needs a package that is missing: pip install {name}."
             )
@@ -84,7 +86,7 @@ def connect_trackers(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     names = [name for name in run.config.report_to if name not in ("none", "tensorboard")]
     accelerator.project_configuration.set_directories(str(run.folder.path))
     accelerator.log_with = names
-    project, arguments = _wandb_arguments(run.config, run.folder)
+    project, arguments = _choose_wandb_arguments(run.config, run.folder)
     try:
         if names:
             accelerator.init_trackers(project, init_kwargs={"wandb": arguments})
@@ -97,7 +99,7 @@ def connect_trackers(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
         tracker.store_init_configuration(dataclasses.asdict(run.config))
 
 
-def _wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[str, Any]]:
+def _choose_wandb_arguments(config: CoreConfig, folder: RunFolder) -> tuple[str, dict[str, Any]]:
     """Return the project of a run in its trackers, and the other arguments of `wandb.init`.
 
     The project is `project_name`. With W&B it is by default the project of the run in the folder,
@@ -146,11 +148,11 @@ def open_tensorboard(run: TrainingRun, strategy: AcceleratedStrategy) -> None:
     step = run.start.step if run.start else 0
     # TensorBoard drops the points of an earlier start from this step on, so no step appears twice.
     # The points of the checkpoint's step were written before it was saved.
-    board = TensorBoardTracker("tensorboard", run.folder.path, purge_step=step + 1)
-    board.start()
-    board.writer.add_text("config", f"```\n{to_toml(run.config)}\n```", step)
-    _write_hyperparameters(board.writer, run.config)
-    strategy.accelerator.trackers.append(board)
+    tensorboard = TensorBoardTracker("tensorboard", run.folder.path, purge_step=step + 1)
+    tensorboard.start()
+    tensorboard.writer.add_text("config", f"```\n{to_toml(run.config)}\n```", step)
+    _write_hyperparameters(tensorboard.writer, run.config)
+    strategy.accelerator.trackers.append(tensorboard)
 
 
 def _write_hyperparameters(writer: Any, config: CoreConfig) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.load import find_newest_checkpoint, load_state
-from llm.checkpoint.retention import prune
+from llm.checkpoint.retention import prune_checkpoints
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError, RestartError
 from llm.metrics.rank_times import ComputeClock, RankTimes
@@ -31,7 +31,7 @@ from llm.runtime.signals import EXIT_PREEMPTED, Interruption
 from llm.runtime.world import World
 from llm.trainers.gpt.build_run import (
     check_same_start,
-    load_start,
+    load_start_checkpoint,
     load_weights,
     make_model,
     make_strategy,
@@ -44,7 +44,7 @@ from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import collect_model_files
 from llm.trainers.gpt.out_of_memory import explain_out_of_memory
-from llm.trainers.gpt.results import open_repository, push, write_results
+from llm.trainers.gpt.results import open_repository, push_model, write_results
 from llm.trainers.gpt.run_log import log_end, log_start
 from llm.trainers.gpt.seams import LoopContext, evaluate_weights, make_loop_extensions
 from llm.trainers.gpt.text_sample import log_sample
@@ -115,7 +115,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
                 on_all_ranks(lambda: finish_run(trainer, model))
         strategy.close()
         if repository is not None and outcome == "finished":
-            push(run.folder.path, repository)
+            push_model(run.folder.path, repository)
     interruption.ignore()
     return EXIT_PREEMPTED if outcome == "preempted" else 0
 
@@ -178,7 +178,7 @@ def _make_rank_times(strategy: AcceleratedStrategy) -> RankTimes:
 def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
     """Load the state to start from, open the run's folder and log the start; all ranks call it."""
     run, strategy = trainer.run, trainer.strategy
-    load_start(trainer)
+    load_start_checkpoint(trainer)
     on_all_ranks(lambda: connect_trackers(run, strategy))
     # From here on, no rank refuses the run.
     on_all_ranks(lambda: open_run_folder(run, strategy, trainer.tracker.wall_time))
@@ -196,7 +196,7 @@ def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy, wall_time: 
     folder.is_open = True
     if strategy.rank == 0:
         if run.resume_from is not None:  # the disk may have no room for another checkpoint
-            prune(folder.checkpoints, run.config, saved_step=run.resume_from.step)
+            prune_checkpoints(folder.checkpoints, run.config, saved_step=run.resume_from.step)
         folder.open(overwrite=run.config.overwrite_output_dir, config=to_toml(run.config))
         wall_time.open(folder.goodput, num_devices=strategy.world_size)
         log_to_file(folder.log)
@@ -299,7 +299,7 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
     trainer.tracker.close()
     trainer.tracker.wall_time.switch("start")
     run = trainer.run = replace(trainer.run, resume_from=checkpoint, skipped=skipped)
-    load_start(trainer)
+    load_start_checkpoint(trainer)
     supersede_later_checkpoints(trainer)
     trainer.loader = replace(trainer.loader, skipped=skipped)
     trainer.metadata["skip_samples"] = str(skipped)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from transformers import PreTrainedConfig
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.batch_schedule import batch_phases
+from llm.data.batch_schedule import plan_batch_phases
 from llm.data.corpus import Samples
-from llm.data.epoch_limits import check_epochs
+from llm.data.epoch_limits import refuse_excess_epochs
 from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, SkippedSamples, parse_skipped_ranges
 from llm.errors import ConfigError
 from llm.models.build import build_model
@@ -22,7 +23,7 @@ from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import fingerprint
 from llm.trainers.gpt.branch import Branch
 from llm.trainers.gpt.config import CoreConfig, packages_in_use
-from llm.trainers.gpt.recorded_options import recorded_options
+from llm.trainers.gpt.recorded_options import make_options_record
 from llm.trainers.gpt.seams import Run
 
 
@@ -32,7 +33,7 @@ class TrainingRun(Run):
 
     Attributes:
         branch: The point where the run left its parent; None if it is not a branch.
-        data_digest: Digests of the training tokens, from `data_digest.corpus_digests`.
+        data_digest: Digests of the training tokens, from `data_digest.compute_corpus_digests`.
         samples: The training samples.
         batch_plan: Batch arithmetic.
         skipped: The samples to skip.
@@ -47,14 +48,14 @@ class TrainingRun(Run):
     schedule: Schedule
 
 
-def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
+def make_checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     """Return the information about the run in every checkpoint."""
     batch_option = run.config.global_batch_size  # with the user's units, for messages
     if batch_option is None and run.start is not None and not run.config.change_on_resume:
         batch_option = run.start.metadata.get("batch_option")
     packages = dict(packages_in_use(run.config))
     return {
-        **recorded_options(run.config),
+        **make_options_record(run.config),
         **({"packages": packages} if packages else {}),
         "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
         "batch_option": batch_option,
@@ -86,7 +87,7 @@ def _count_budget_parameters(
     return parameter_counts(model)["total"]
 
 
-def inherited_global_batch(run: Run) -> int | str | None:
+def read_inherited_global_batch(run: Run) -> int | str | None:
     """Return the global batch of the checkpoint that a run starts from, if it keeps the batch.
 
     The order of samples depends on it. With another number of ranks, accumulation changes.
@@ -100,8 +101,8 @@ def inherited_global_batch(run: Run) -> int | str | None:
     requested_batch = run.config.global_batch_size
     if requested_batch is None:
         requested_batch = saved_batch
-    saved_phases = batch_phases(saved_batch, block_size=run.block_size)
-    requested_phases = batch_phases(requested_batch, block_size=run.block_size)
+    saved_phases = plan_batch_phases(saved_batch, block_size=run.block_size)
+    requested_phases = plan_batch_phases(requested_batch, block_size=run.block_size)
     if tuple(saved_phases) != tuple(requested_phases):
         check_unchanged(
             {"global_batch_size": run.start.metadata.get("batch_option") or saved_batch},
@@ -126,25 +127,27 @@ def _plan_learning_rates(
     decay = config.decay
     decay_steps = None if decay is None else decay.value
     if decay is not None and decay.unit != "steps":
-        decay_samples = batch_plan.duration_samples(decay, block_size=block_size)
+        decay_samples = batch_plan.count_duration_samples(decay, block_size=block_size)
         decay_steps = batch_plan.total_steps - batch_plan.count_steps(
             batch_plan.total_samples - decay_samples
         )
     schedule = make_schedule(
         config,
         total_steps=batch_plan.total_steps,
-        warmup_steps=batch_plan.duration_steps(config.warmup, block_size=block_size),
+        warmup_steps=batch_plan.count_duration_steps(config.warmup, block_size=block_size),
         decay_steps=decay_steps,
         cooldown_from=cooldown_from,
     )
     if config.lr_batch_scaling == "none":
         return schedule
 
-    def scaled_schedule(step: float) -> float:
-        batch_growth = batch_plan.phase(step).global_batch_size / batch_plan.global_batch_size
-        return schedule(step) * math.sqrt(batch_growth)
+    return partial(_scale_by_batch_growth, schedule, batch_plan)
 
-    return scaled_schedule
+
+def _scale_by_batch_growth(schedule: Schedule, batch_plan: BatchPlan, step: float) -> float:
+    """Return the learning rate of a step times the square root of the growth of its batch."""
+    batch_growth = batch_plan.phase(step).global_batch_size / batch_plan.global_batch_size
+    return schedule(step) * math.sqrt(batch_growth)
 
 
 def _add_cooldown(
@@ -251,19 +254,21 @@ def plan_training(
         num_parameters=_count_budget_parameters(
             run.config, run.model_config, vocab_size=len(run.tokenizer)
         ),
-        global_batch_size=inherited_global_batch(run),
+        global_batch_size=read_inherited_global_batch(run),
     )
     batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
     _check_steps_left(run, batch_plan.total_steps)
     for extension in run.extensions:
-        schedule = extension.schedule(schedule, total_steps=batch_plan.total_steps)
+        schedule = extension.change_schedule(schedule, total_steps=batch_plan.total_steps)
     for phase in batch_plan.phases:
         num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
-            run.config.pipeline_schedule, ranks=run.dims.pipeline, micro_batches=num_micro_batches
+            run.config.pipeline_schedule,
+            num_ranks=run.dims.pipeline,
+            num_micro_batches=num_micro_batches,
         )
     skipped = choose_skipped_samples(run.config, run.start, batch_plan)
     # Skipped samples count as used.
     _, num_used_samples = skipped.sample_range((0, batch_plan.total_samples))
-    check_epochs(run.config, run.corpus.train, samples, num_samples=num_used_samples)
+    refuse_excess_epochs(run.config, run.corpus.train, samples, num_samples=num_used_samples)
     return batch_plan, skipped, schedule

@@ -8,7 +8,7 @@ from llm.data.loader import MicroBatch
 from llm.parallel.base import AcceleratedStrategy
 
 
-def trial_step(
+def run_trial_step(
     strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch], *, num_tokens: int
 ) -> None:
     """Compute the gradient of a step as in training, and drop it; every rank calls it.

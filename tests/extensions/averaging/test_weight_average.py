@@ -16,7 +16,7 @@ from llm.extensions.averaging.weight_average import WeightAverage
 from llm.models.sampling import sample_text
 from llm.parallel.base import AcceleratedStrategy
 from llm.tools.checkpoints import main as checkpoints
-from llm.trainers.gpt.config import check
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.load_trained_model import load_trained_model
 from llm.trainers.gpt.recorded_config import read_config
@@ -198,4 +198,6 @@ def test_an_average_reads_no_value_from_the_device():
 )
 def test_an_average_that_cannot_be_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
-        check(GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options))
+        check_config(
+            GPTConfig(model_type="gpt2", tokenizer_name="t", train_file="t.txt", **options)
+        )

@@ -11,8 +11,8 @@ from llm.data.loader import MicroBatch
 from llm.extensions.bf16_moments import bf16_adamw
 from llm.extensions.bf16_moments.bf16_adamw import (
     BF16AdamW,
+    draw_random_bits,
     make_bf16_adamw,
-    random_bits,
     round_moments,
     round_stochastically,
 )
@@ -34,7 +34,7 @@ def start_of(key: int, first: int) -> Tensor:
 
 
 def bits_of(update: int, *, size: int = 1000, key: int = 1, first: int = 0) -> Tensor:
-    return random_bits(torch.tensor(float(update)), start_of(key, first), size=size)
+    return draw_random_bits(torch.tensor(float(update)), start_of(key, first), size=size)
 
 
 def test_the_mean_of_many_roundings_is_the_number_itself():

@@ -61,7 +61,7 @@ def test_torchs_fused_classes_skip_a_step_on_the_device():
 
 def test_a_search_for_the_batch_size_with_a_class_is_refused():
     config = GPTConfig(optimizer="torch.optim:Adamax", per_device_train_batch_size="auto")
-    [problem] = CustomOptimizerExtension(config).problems()
+    [problem] = CustomOptimizerExtension(config).find_problems()
     assert problem.startswith("--per_device_train_batch_size auto would not measure the state of")
 
 
@@ -221,7 +221,7 @@ def test_the_state_is_measured_on_weights_without_values():
 def test_arguments_that_cannot_be_read_are_refused_by_the_rules(text, message):
     config = GPTConfig(optimizer="torch.optim:Adamax", optimizer_kwargs=text)
     problems = [
-        problem for extension in make_extensions(config) for problem in extension.problems()
+        problem for extension in make_extensions(config) for problem in extension.find_problems()
     ]
     assert len(problems) == 1
     assert message in problems[0]
@@ -237,7 +237,7 @@ def test_lists_of_the_arguments_become_tuples():
 def test_arguments_without_a_class_are_refused():
     config = GPTConfig(optimizer="sgd", optimizer_kwargs="{}", optimizer_input="shards")
     problems = [
-        problem for extension in make_extensions(config) for problem in extension.problems()
+        problem for extension in make_extensions(config) for problem in extension.find_problems()
     ]
     assert [problem.split()[0] for problem in problems] == [
         "--optimizer_kwargs",

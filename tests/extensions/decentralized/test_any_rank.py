@@ -17,7 +17,8 @@ def answers(asking: int) -> tuple[int, list[list[int]]]:
     for asked_at in range(4):
         votes = FlagReducer(rank=rank, world_size=world_size)
         said = [
-            votes.any_rank([False, rank == asking and call == asked_at]) for call in range(CALLS)
+            votes.reduce_flags([False, rank == asking and call == asked_at])
+            for call in range(CALLS)
         ]
         assert not any(first for first, _ in said)
         heard.append([call for call, (_, second) in enumerate(said) if second])

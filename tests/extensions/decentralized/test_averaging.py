@@ -40,7 +40,9 @@ def mixed(cases, steps: int, bucket_bytes: int):
     found = []
     for topology, ranks_per_node, overlap in cases:
         tensors = start(rank)
-        rounds = make_rounds(topology, ranks=dist.get_world_size(), ranks_per_node=ranks_per_node)
+        rounds = make_rounds(
+            topology, num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node
+        )
         gossip = Gossip(rounds=rounds, overlap=overlap)
         averager = GossipAverager(gossip, tensors, rank=rank)
         states = []
@@ -71,7 +73,7 @@ def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_b
     cases = [(*case, overlap) for case in CASES[ranks] for overlap in (False, True)]
     of_ranks = values(run_ranks(mixed, ranks, cases, steps, bucket_bytes))
     for number, (topology, ranks_per_node, overlap) in enumerate(cases):
-        rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+        rounds = make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
         points = np.array([flat(start(rank)) for rank in range(ranks)])
         mean = points.mean(axis=0)
         for step in range(steps):
@@ -91,7 +93,7 @@ def mixed_nodes(topologies):
     found = []
     for topology in topologies:
         tensors = start(node)
-        rounds = make_rounds(topology, ranks=nodes)
+        rounds = make_rounds(topology, num_ranks=nodes)
         averager = GossipAverager(Gossip(rounds=rounds), tensors, rank=rank, ranks_per_replica=2)
         for _ in rounds:
             averager.after_step()
@@ -114,7 +116,7 @@ def test_ranks_of_a_node_exchange_a_shard_each_and_hold_equal_weights(ranks, nod
     of_ranks = values(run_ranks(mixed_nodes, ranks, topologies))
     for number, topology in enumerate(topologies):
         points = np.array([flat(start(node)) for node in range(nodes)])
-        for groups in make_rounds(topology, ranks=nodes):
+        for groups in make_rounds(topology, num_ranks=nodes):
             points = mixing_matrix(groups) @ points
         for rank in range(ranks):
             expected = points[rank // 2]
@@ -134,7 +136,7 @@ def types_and_views():
     ]
     means = []
     for topology in ("exp", "complete"):
-        rounds = make_rounds(topology, ranks=dist.get_world_size())
+        rounds = make_rounds(topology, num_ranks=dist.get_world_size())
         averager = GossipAverager(Gossip(rounds=rounds, overlap=False), tensors, rank=rank)
         averager.after_step()
         means.append([(tensor.dtype, tensor.unique().tolist()) for tensor in tensors])
@@ -159,7 +161,7 @@ def test_weights_of_each_dtype_are_averaged_separately():
 def times_of_an_exchange(topology: str, file: Path) -> tuple[float, float]:
     """When a rank begins its exchange and has waited for it; rank 1 begins last, after `file`."""
     rank = join()
-    rounds = make_rounds(topology, ranks=dist.get_world_size())
+    rounds = make_rounds(topology, num_ranks=dist.get_world_size())
     averager = GossipAverager(Gossip(rounds=rounds), start(rank), rank=rank)
     dist.barrier()
     if rank == 1:

@@ -51,7 +51,7 @@ def theirs(topology: str) -> torch.Tensor:
 def ours(topology: str) -> torch.Tensor:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    period = make_rounds(topology, ranks=ranks)
+    period = make_rounds(topology, num_ranks=ranks)
     # Theirs begins with its second round and passes over its third.
     numbers = [1, *range(3, STEPS + 2)]
     rounds = [period[number % len(period)] for number in numbers]
@@ -96,5 +96,5 @@ def test_rounds_are_those_of_decent_dp(name, their_name, ranks, ranks_per_node):
     theirs = [
         sorted(tuple(sorted(edge.ranks)) for edge in edges) for edges in topology._get_topo_edges()
     ]
-    rounds = make_rounds(name, ranks=ranks, ranks_per_node=ranks_per_node)
+    rounds = make_rounds(name, num_ranks=ranks, ranks_per_node=ranks_per_node)
     assert [sorted(groups) for groups in rounds] == theirs

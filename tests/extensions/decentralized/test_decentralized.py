@@ -46,7 +46,7 @@ def simulate(case: Case, ranks: int) -> list[torch.Tensor]:
     losses = [Loss(unused=case.unused) for _ in range(ranks)]
     optimizers = [make_optimizer(case.optimizer, loss.model) for loss in losses]
     each = 1 if case.nodes else case.ranks_per_node
-    rounds = make_rounds(case.topology, ranks=ranks, ranks_per_node=each)
+    rounds = make_rounds(case.topology, num_ranks=ranks, ranks_per_node=each)
     for step in range(case.steps):
         input_ids, labels = step_data(step)
         for loss, ids, wanted in zip(
@@ -231,7 +231,7 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
     if kind == "allreduce":
         strategy = AcceleratedStrategy(accelerator)
     else:
-        rounds = make_rounds("complete", ranks=accelerator.num_processes)
+        rounds = make_rounds("complete", num_ranks=accelerator.num_processes)
         gossip = Gossip(rounds=rounds, overlap=False)
         strategy = DecentralizedStrategy(gossip, accelerator)
     disable_packing_detection()

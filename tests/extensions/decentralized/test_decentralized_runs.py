@@ -275,8 +275,8 @@ def test_an_older_run_of_gossip_resumes_with_accumadamw(bench):
 def test_the_blocks_of_moments_are_those_of_the_checkpoint(optimizer, accum_steps):
     start = SimpleNamespace(metadata={"accum_steps": 4, "fixed": GOSSIP}, path="step_00000008")
     extension = DecentralizedExtension(GPTConfig(optimizer=optimizer, **GOSSIP))
-    extension.read(SimpleNamespace(start=start))
-    layout = extension.layout(ranks=2, ranks_per_node=2, start=start)
+    extension.prepare_run(SimpleNamespace(start=start))
+    layout = extension.make_layout(ranks=2, ranks_per_node=2, start=start)
     assert layout.accum_steps == accum_steps
 
 
@@ -284,7 +284,7 @@ def test_adamw_does_not_continue_the_moments_of_accumadamw():
     start = SimpleNamespace(metadata={"accum_steps": 4, "fixed": GOSSIP}, path="step_00000008")
     extension = DecentralizedExtension(GPTConfig(optimizer="adamw", **GOSSIP))
     with pytest.raises(LLMError, match="holds the moments of accumadamw, not of --optimizer adamw"):
-        extension.read(SimpleNamespace(start=start))
+        extension.prepare_run(SimpleNamespace(start=start))
 
 
 def test_an_invalid_number_of_ranks_is_refused_with_the_valid_ones(bench):

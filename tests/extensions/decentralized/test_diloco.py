@@ -134,5 +134,5 @@ def test_an_outer_step_does_not_repeat_what_one_replica_has_learned():
 )
 def test_the_log_says_whether_there_are_outer_steps(ranks, said):
     extension = DecentralizedExtension(GPTConfig(data_parallel="diloco"))
-    layout = extension.layout(ranks=ranks, ranks_per_node=ranks, start=None)
+    layout = extension.make_layout(ranks=ranks, ranks_per_node=ranks, start=None)
     assert layout.description.startswith(said)

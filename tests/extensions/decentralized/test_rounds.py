@@ -21,7 +21,7 @@ def allowed() -> list[tuple[str, int, int]]:
         for ranks in [*range(1, 17), 64]:
             for ranks_per_node in (1, 2, 3, 4, 8):
                 try:
-                    check_topology(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+                    check_topology(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
                 except ConfigError:
                     continue
                 cases.append((topology, ranks, ranks_per_node))
@@ -44,7 +44,7 @@ def test_every_round_is_symmetric_and_doubly_stochastic_over_all_ranks(topology)
     cases = [case for case in allowed() if case[0] == topology]
     assert len(cases) > 5
     for _, ranks, ranks_per_node in cases:
-        for groups in make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node):
+        for groups in make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node):
             assert sorted(rank for group in groups for rank in group) == list(range(ranks))
             assert all(list(group) == sorted(group) for group in groups)
             matrix = mixing_matrix(groups)
@@ -55,23 +55,23 @@ def test_every_round_is_symmetric_and_doubly_stochastic_over_all_ranks(topology)
 
 def test_averaging_by_groups_is_multiplying_by_the_matrix():
     points = np.random.default_rng(1).standard_normal((7, 5))
-    for groups in make_rounds("ring", ranks=7):
+    for groups in make_rounds("ring", num_ranks=7):
         expected = mixing_matrix(groups) @ points
         np.testing.assert_allclose(average(points, groups), expected, rtol=0, atol=1e-15)
 
 
 def test_the_rounds_of_eight_ranks_read_as_the_textbook_has_them():
-    assert make_rounds("complete", ranks=8) == [((0, 1, 2, 3, 4, 5, 6, 7),)]
-    assert make_rounds("exp", ranks=8) == [
+    assert make_rounds("complete", num_ranks=8) == [((0, 1, 2, 3, 4, 5, 6, 7),)]
+    assert make_rounds("exp", num_ranks=8) == [
         ((0, 1), (2, 3), (4, 5), (6, 7)),
         ((0, 2), (1, 3), (4, 6), (5, 7)),
         ((0, 4), (1, 5), (2, 6), (3, 7)),
     ]
-    assert make_rounds("ring", ranks=8) == [
+    assert make_rounds("ring", num_ranks=8) == [
         ((0, 1), (2, 3), (4, 5), (6, 7)),
         ((1, 2), (3, 4), (5, 6), (0, 7)),
     ]
-    assert make_rounds("alternating-exp-ring", ranks=8, ranks_per_node=2) == [
+    assert make_rounds("alternating-exp-ring", num_ranks=8, ranks_per_node=2) == [
         ((0, 1), (2, 3), (4, 5, 6, 7)),
         ((0, 1, 2, 3), (4, 5), (6, 7)),
         ((0, 1), (4, 5), (2, 3, 6, 7)),
@@ -80,7 +80,7 @@ def test_the_rounds_of_eight_ranks_read_as_the_textbook_has_them():
 
 
 def test_a_ring_of_an_odd_number_leaves_another_rank_idle_in_each_round():
-    assert make_rounds("ring", ranks=5) == [
+    assert make_rounds("ring", num_ranks=5) == [
         ((0,), (1, 2), (3, 4)),
         ((1,), (2, 3), (0, 4)),
         ((2,), (3, 4), (0, 1)),
@@ -112,25 +112,25 @@ def slow_contraction(rounds) -> float:
     ],
 )
 def test_a_period_contracts_as_in_theory(topology, ranks, ranks_per_node, period, expected):
-    rounds = make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+    rounds = make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
     assert len(rounds) == period
     assert contraction(rounds) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [3, 5, 7, 10, 15])
 def test_the_contraction_is_the_second_eigenvalue_of_the_whole_product(ranks):
-    rounds = make_rounds("ring", ranks=ranks)
+    rounds = make_rounds("ring", num_ranks=ranks)
     assert contraction(rounds) == pytest.approx(slow_contraction(rounds), abs=1e-9)
 
 
 def test_1000_ranks_converge_at_the_rate_of_the_contraction():
-    rounds = make_rounds("exp", ranks=1024)
+    rounds = make_rounds("exp", num_ranks=1024)
     distances = consensus_distance(rounds, steps=10, dimensions=512)
     # The variance of a mean of 2^k independent points, less that of the mean of all.
     expected = (0.5 ** np.arange(11) - 0.5**10) / (1 - 0.5**10)
     np.testing.assert_allclose((distances[:9] / distances[0]) ** 2, expected[:9], rtol=0.1)
     assert distances[10] < 1e-14
-    ring = make_rounds("ring", ranks=32)
+    ring = make_rounds("ring", num_ranks=32)
     late = consensus_distance(ring, steps=400)
     assert late[400] / late[398] == pytest.approx(contraction(ring), abs=1e-6)
 
@@ -159,4 +159,4 @@ def test_an_invalid_size_of_a_topology_is_refused_with_the_valid_ones(
     topology, ranks, ranks_per_node, words
 ):
     with pytest.raises(ConfigError, match=words):
-        make_rounds(topology, ranks=ranks, ranks_per_node=ranks_per_node)
+        make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)

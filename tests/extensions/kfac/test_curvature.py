@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from llm.extensions.kfac.curvature import Curvature, is_due
+from llm.extensions.kfac.curvature import Curvature, is_update_due
 from llm.extensions.kfac.factors import Factor, block_widths
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from tests.extensions.kfac.toy import forward_backward, loss_sum, toy_batch, toy_model
 
 
@@ -16,7 +16,7 @@ def averages(curvature):
 
 
 def recorded(model, *, seed=0, **split):
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     forward_backward(model, curvature, *toy_batch(seed), **split)
     curvature.update()
     return averages(curvature)
@@ -119,7 +119,7 @@ def test_statistics_are_float32_under_autocast():
 def test_hooks_are_there_only_while_a_step_with_due_factors_is_recorded():
     model = toy_model()
     curvature = Curvature(
-        find_layers(model), factor_update_steps=3, inv_update_steps=100, spread=False
+        find_covered_layers(model), factor_update_steps=3, inv_update_steps=100, spread=False
     )
     hooked = []
     for _ in range(8):
@@ -132,13 +132,15 @@ def test_hooks_are_there_only_while_a_step_with_due_factors_is_recorded():
 
 
 def test_updates_due_every_eight_steps_are_more_frequent_at_first():
-    assert [step for step in range(30) if is_due(8, step)] == [0, 1, 2, 4, 8, 16, 24]
-    assert [step for step in range(30) if is_due(8, step, 0.5)] == [0, 1, 3, 6, 12, 20, 28]
-    assert [step for step in range(8) if is_due(1, step, 0.9)] == list(range(8))
+    assert [step for step in range(30) if is_update_due(8, step)] == [0, 1, 2, 4, 8, 16, 24]
+    assert [step for step in range(30) if is_update_due(8, step, 0.5)] == [0, 1, 3, 6, 12, 20, 28]
+    assert [step for step in range(8) if is_update_due(1, step, 0.9)] == list(range(8))
 
 
 def test_basis_updates_are_spread_over_the_steps_of_an_interval():
-    curvature = Curvature(find_layers(toy_model()), factor_update_steps=100, inv_update_steps=4)
+    curvature = Curvature(
+        find_covered_layers(toy_model()), factor_update_steps=100, inv_update_steps=4
+    )
     renewed = []
     for _ in range(12):
         with curvature.capture_stats():
@@ -153,7 +155,9 @@ def test_basis_updates_are_spread_over_the_steps_of_an_interval():
 
 
 def test_a_factor_is_recorded_at_the_step_at_which_its_basis_is_renewed():
-    curvature = Curvature(find_layers(toy_model()), factor_update_steps=5, inv_update_steps=10)
+    curvature = Curvature(
+        find_covered_layers(toy_model()), factor_update_steps=5, inv_update_steps=10
+    )
     for _ in range(40):
         with curvature.capture_stats():
             pass
@@ -163,7 +167,7 @@ def test_a_factor_is_recorded_at_the_step_at_which_its_basis_is_renewed():
 
 def test_an_evaluation_inside_a_recording_is_not_counted():
     model = toy_model()
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     inputs, labels = toy_batch(0)
     with curvature.capture_stats():
         loss_sum(model, inputs, labels).backward()
@@ -176,7 +180,7 @@ def test_an_evaluation_inside_a_recording_is_not_counted():
 
 def test_an_aborted_step_leaves_no_statistics():
     model = toy_model()
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     with contextlib.suppress(KeyboardInterrupt), curvature.capture_stats():
         loss_sum(model, *toy_batch(7)).backward()
         raise KeyboardInterrupt
@@ -201,11 +205,11 @@ def test_the_log_lists_covered_layers_and_their_memory():
     model = nn.Sequential(nn.Linear(255, 256), nn.LayerNorm(256))
 
     # A and G of 256 x 256 in fp32, an eigenbasis each, and little else.
-    assert Curvature(find_layers(model)).describe().splitlines() == [
+    assert Curvature(find_covered_layers(model)).describe().splitlines() == [
         "K-FAC covers 1 layers with 65,536 of 66,048 parameters (99.2%).",
         "Not covered, since it is a LayerNorm: 1 (1 modules).",
         "K-FAC keeps 1.0 MiB of factors and bases on this rank.",
     ]
     # In halves: A and G are two blocks of 128 x 128 each.
-    halves = Curvature(find_layers(model), max_dim=128).describe()
+    halves = Curvature(find_covered_layers(model), max_dim=128).describe()
     assert "keeps 0.5 MiB of factors and bases on this rank, 2 of 2 factors in diag" in halves

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.distribution import assign
+from llm.extensions.kfac.distribution import assign_factors
 from llm.extensions.kfac.ekfac import EKFAC
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
 from tests.support.ranks import run_ranks, values
 
@@ -38,7 +38,7 @@ def make_model():
 
 
 def make_optimizer(model, method):
-    coverage = find_layers(model, sample_forward=lambda module: module(torch.zeros(1, 6)))
+    coverage = find_covered_layers(model, sample_forward=lambda module: module(torch.zeros(1, 6)))
     curvature = Curvature(coverage, method=method, **OPTIONS)
     if method == "ekfac":
         optimizer = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01)
@@ -161,11 +161,11 @@ def test_work_is_assigned_to_ranks_and_steps_by_its_cost():
         for name, cost in zip("abcd", (5, 4, 3, 2), strict=True)
     }
 
-    found = assign(groups, world_size=2, is_joint=True)
+    found = assign_factors(groups, world_size=2, keeps_groups_together=True)
 
     by_group = {"a": 0, "b": 1, "c": 1, "d": 0}
     assert found.owner_by_factor == {f"{n}.{side}": r for n, r in by_group.items() for side in "AG"}
-    apart = assign(groups, world_size=2, is_joint=False)
+    apart = assign_factors(groups, world_size=2, keeps_groups_together=False)
     assert (apart.owner_by_factor["a.A"], apart.owner_by_factor["a.G"]) == (0, 1)
     # Two factors of cost 5 come first, then those of 4, 3 and 2; 28 in all.
     assert found.phase_by_factor == {

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.ekfac import EKFAC, _zero_noise, nesterov_step
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.ekfac import EKFAC, _zero_rounding_errors, compute_nesterov_step
+from llm.extensions.kfac.layers import find_covered_layers
 from llm.extensions.kfac.make_kfac import make_kfac
 from llm.extensions.matrix_optim.eigenbases import rotate
 from llm.extensions.matrix_optim.soap import SOAP
@@ -68,18 +68,18 @@ def test_nesterovs_step_is_adamws_with_the_moment_one_gradient_ahead():
         ahead = (0.9 * first + 0.1 * gradient) / (1 - 0.9 ** (step + 1))
         expected = -0.1 * ahead / (second / (1 - 0.99**step)).sqrt()
 
-        torch.testing.assert_close(nesterov_step(group, gradient, state, None), expected)
+        torch.testing.assert_close(compute_nesterov_step(group, gradient, state, None), expected)
 
     before = {key: tensor.clone() for key, tensor in state.items()}
     infinite = torch.tensor([torch.inf, 1.0, 1.0])
-    skipped = nesterov_step(group, infinite, state, torch.ones(()))
+    skipped = compute_nesterov_step(group, infinite, state, torch.ones(()))
     assert torch.equal(skipped, torch.zeros(3))
     assert all(torch.equal(state[key], before[key]) for key in before)
 
 
 def test_without_statistics_it_takes_nesterovs_steps():
     model, reference = toy_model(), toy_model()
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     optimizer = EKFAC(model.parameters(), curvature, lr=0.01, betas=(0.9, 0.95), nesterov=True)
     group = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
     state = {p: adamw_state(p) for p in reference.parameters()}
@@ -90,7 +90,7 @@ def test_without_statistics_it_takes_nesterovs_steps():
         optimizer.step()
         with torch.no_grad():
             for p in reference.parameters():
-                p += nesterov_step(group, p.grad, state[p], None)
+                p += compute_nesterov_step(group, p.grad, state[p], None)
 
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
@@ -104,7 +104,7 @@ def test_beside_soap_each_trains_its_own_weights_as_if_it_were_alone():
         return SOAP(groups, {model.second.weight: (0, 1)}, **settings)
 
     def ekfac_of(model, others=None):
-        curvature = Curvature(find_layers(model, skip_layers=("second",)))
+        curvature = Curvature(find_covered_layers(model, skip_layers=("second",)))
         groups = [{"params": list(model.first.parameters())}]
         return EKFAC(groups, curvature, make_soap=others, **settings)
 
@@ -158,7 +158,7 @@ def test_flat_directions_of_a_wide_layer_are_kept_and_empty_ones_are_not():
     values[500:] = 0
     gradient = (left @ values @ right.T).float()
 
-    kept = _zero_noise(rotate(gradient, [left.float()], [right.float()]))
+    kept = _zero_rounding_errors(rotate(gradient, [left.float()], [right.float()]))
 
     # Rounding is about 3e-7 of the norm, spread over the entries.
     noise = 3e-7 * values.norm() / 512
@@ -225,7 +225,7 @@ def test_parameters_outside_covered_layers_get_adamw():
         {"params": [model[0].weight, model[2].weight], "weight_decay": 0.5},
         {"params": [*model[1].parameters(), model[2].bias], "weight_decay": 0.0},
     ]
-    optimizer = EKFAC(groups, Curvature(find_layers(model)), lr=0.1)
+    optimizer = EKFAC(groups, Curvature(find_covered_layers(model)), lr=0.1)
     adamw = torch.optim.AdamW(
         [
             {"params": [reference[0].weight], "weight_decay": 0.5},

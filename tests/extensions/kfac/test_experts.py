@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.ekfac import EKFAC
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from llm.extensions.kfac.make_kfac import covers_stacks
 from llm.extensions.kfac.preconditioner import Preconditioner
 from llm.trainers.gpt.extensions import GPTConfig
@@ -43,7 +43,7 @@ def forward_backward(model, curvature, ids, *, micro_batches: int = 1):
 
 def covered(model):
     """The experts alone: where a factor has equal eigenvalues, rounding chooses the basis."""
-    return find_layers(model, skip_layers=["attn"])
+    return find_covered_layers(model, skip_layers=["attn"])
 
 
 def train(*, optimizer: str = "ekfac", steps: int = STEPS, micro_batches: int = 1):
@@ -105,7 +105,7 @@ def test_factors_are_means_over_tokens_at_each_of_their_experts(kernel, micro_ba
     model = mixtral()
     expected = expected_factors(model, batch())
     model.config._experts_implementation = kernel
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     forward_backward(model, curvature, batch(), micro_batches=micro_batches)
     curvature.update()
 
@@ -120,7 +120,7 @@ def test_factors_are_means_over_tokens_at_each_of_their_experts(kernel, micro_ba
 def test_the_model_is_as_it_was_when_nothing_is_recorded():
     model = mixtral()
     experts = model.model.layers[0].mlp.experts
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     with curvature.capture_stats():
         assert "forward" in vars(experts)
     assert "forward" not in vars(experts)
@@ -130,7 +130,7 @@ def test_a_checkpointed_block_with_experts_is_counted_once():
     model = mixtral()
     model.gradient_checkpointing_enable()
     model.train()
-    curvature = Curvature(find_layers(model))
+    curvature = Curvature(find_covered_layers(model))
     forward_backward(model, curvature, batch())
     curvature.update()
     counts = {f.name: f.count.item() for f in curvature.factors if "experts" in f.name}
@@ -163,7 +163,7 @@ def test_an_expert_that_saw_no_token_decays_and_stays_finite():
         model.model.layers[0].mlp.gate.weight[3] = -100.0 * torch.ones(32)
         model.model.embed_tokens.weight.abs_()  # nothing is sent to the last expert
         model.model.layers[0].input_layernorm.weight.abs_()
-    curvature = Curvature(find_layers(model), factor_update_steps=1, inv_update_steps=1)
+    curvature = Curvature(find_covered_layers(model), factor_update_steps=1, inv_update_steps=1)
     ekfac = EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, weight_decay=0.1)
     experts = model.model.layers[0].mlp.experts
     before = experts.gate_up_proj.detach().clone()

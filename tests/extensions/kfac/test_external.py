@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from llm.errors import ConfigError
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.external import ExternalPreconditioner
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from tests.extensions.kfac.toy import forward_backward, toy_batch, toy_model
 
 needs_library = pytest.mark.skipif(
@@ -18,7 +18,9 @@ OPTIONS = {"factor_update_steps": 1, "inv_update_steps": 2, "factor_decay": 0.9}
 
 
 def external(model):
-    return ExternalPreconditioner(find_layers(model), model.parameters(), damping=0.01, **OPTIONS)
+    return ExternalPreconditioner(
+        find_covered_layers(model), model.parameters(), damping=0.01, **OPTIONS
+    )
 
 
 def conv_model():
@@ -50,7 +52,7 @@ def test_a_first_gradient_is_multiplied_by_the_damped_inverse(make, split):
     """The averages begin with the identity, and damping is absolute."""
     model = make()
     library = external(model)
-    coverage = find_layers(model)
+    coverage = find_covered_layers(model)
     curvature = Curvature(coverage, method="eigen")
     forward_backward(model, curvature, *toy_batch(0))
     curvature.update()

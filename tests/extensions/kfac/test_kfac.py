@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm.errors import ConfigError
-from llm.extensions.kfac.make_kfac import cover_model, make_kfac, max_block_width
+from llm.extensions.kfac.make_kfac import find_model_coverage, make_kfac, max_block_width
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
 from tests.support.models import tiny_config, tiny_model
@@ -239,7 +239,7 @@ def test_a_run_with_kfac_is_evaluated_and_started_from_without_it(plain):
 def test_a_pipeline_stage_without_a_layer_for_kfac_is_refused():
     options = GPTConfig(kfac=True, kfac_skip_layers=[r"h\.0\."])
     model = tiny_model(tiny_config("gpt2"))
-    coverage = cover_model(options, model)
+    coverage = find_model_coverage(options, model)
     model.transformer.h = model.transformer.h[:1]
     with pytest.raises(ConfigError, match="A pipeline stage has no layer for K-FAC: leave out"):
         make_kfac(options, model, coverage=coverage)

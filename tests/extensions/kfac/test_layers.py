@@ -4,12 +4,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llm.errors import ConfigError
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from tests.support.models import tiny_config
 
 
 def family(name, **options):
-    return find_layers(AutoModelForCausalLM.from_config(tiny_config(name)), **options)
+    return find_covered_layers(AutoModelForCausalLM.from_config(tiny_config(name)), **options)
 
 
 def run(model):
@@ -55,7 +55,7 @@ def test_stacks_of_experts_are_covered_matrix_by_matrix():
 
 
 def test_stacks_are_left_out_where_nothing_covers_them():
-    coverage = family("mixtral", stacks=False)
+    coverage = family("mixtral", covers_stacks=False)
 
     assert not any(layer.is_stack for layer in coverage.layers)
     assert (
@@ -126,7 +126,7 @@ def test_an_invalid_pattern_is_refused():
 
 def test_a_model_without_a_layer_to_cover_is_refused():
     with pytest.raises(ConfigError, match="found no layer to cover"):
-        find_layers(nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3)))
+        find_covered_layers(nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3)))
     with pytest.raises(ConfigError, match="found no layer to cover"):
         family("llama", skip_layers=["."])
 
@@ -136,7 +136,7 @@ def test_frozen_and_tied_weights_are_not_covered():
     model[0].weight.requires_grad_(False)
     model[2].weight = model[1].weight
 
-    coverage = find_layers(model)
+    coverage = find_covered_layers(model)
 
     assert [layer.name for layer in coverage.layers] == ["3"]
     assert "frozen" in coverage.skipped["0"]

@@ -3,13 +3,13 @@ import torch
 from torch import nn
 
 from llm.extensions.kfac.curvature import Curvature
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
 from tests.extensions.kfac.toy import forward_backward, toy_batch, toy_model
 
 
 def make(model, *, damping=0.01, kl_clip=None, **options):
-    curvature = Curvature(find_layers(model), method="eigen", **options)
+    curvature = Curvature(find_covered_layers(model), method="eigen", **options)
     return Preconditioner(curvature, model.parameters(), damping=damping, kl_clip=kl_clip)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.ekfac import EKFAC
-from llm.extensions.kfac.layers import find_layers
+from llm.extensions.kfac.layers import find_covered_layers
 
 
 class Toy(nn.Module):
@@ -63,5 +63,5 @@ def forward_backward(
 
 
 def toy_ekfac(model: nn.Module, **options: object) -> EKFAC:
-    curvature = Curvature(find_layers(model), **options)
+    curvature = Curvature(find_covered_layers(model), **options)
     return EKFAC([{"params": list(model.parameters())}], curvature, lr=0.01, weight_decay=0.1)

@@ -116,13 +116,13 @@ def unit(name, *, cost, kind=None):
 def test_batches_end_at_their_cost_and_hold_what_is_alike(monkeypatch):
     monkeypatch.setattr(matrix_owners, "batch_cost", lambda device: 20)
     units = [unit(n, cost=8, kind=k) for n, k in zip("abcdefg", "xyxxxyx", strict=True)]
-    names = [[unit.name for unit in batch] for batch in matrix_owners.batches(units)]
+    names = [[unit.name for unit in batch] for batch in matrix_owners.batch_equal_units(units)]
     assert names == [["a", "c", "d"], ["b", "f"], ["e", "g"]]
 
 
 def test_a_cpu_updates_one_weight_after_another():
     units = [unit(name, cost=8) for name in "ab"]
-    assert [len(batch) for batch in matrix_owners.batches(units)] == [1, 1]
+    assert [len(batch) for batch in matrix_owners.batch_equal_units(units)] == [1, 1]
 
 
 def test_states_that_lie_together_are_stacked_without_a_copy():

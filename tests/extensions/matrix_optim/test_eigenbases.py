@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from llm.extensions.matrix_optim import eigenbases
-from llm.extensions.matrix_optim.eigenbases import eigenbasis, power_iteration, rotate, rotate_back
+from llm.extensions.matrix_optim.eigenbases import (
+    compute_eigenbasis,
+    power_iteration,
+    rotate,
+    rotate_back,
+)
 
 
 def symmetric(size=6):
@@ -13,7 +18,7 @@ def symmetric(size=6):
 
 def test_a_basis_diagonalises_its_matrix():
     matrix = symmetric()
-    vectors, values, fallback, _ = eigenbasis(matrix)
+    vectors, values, fallback, _ = compute_eigenbasis(matrix)
 
     torch.testing.assert_close(vectors.T @ matrix @ vectors, torch.diag(values), atol=1e-5, rtol=0)
     assert fallback == 0
@@ -38,7 +43,7 @@ def test_a_failure_falls_back_to_jitter_float64_and_the_previous_basis(
     monkeypatch.setattr(eigenbases.torch.linalg, "eigh", eigh)
     previous = torch.linalg.qr(torch.randn(6, 6))[0]
 
-    found = eigenbasis(symmetric(), previous)
+    found = compute_eigenbasis(symmetric(), previous)
 
     assert found.fallback == fallback
     assert calls == [torch.float32, torch.float32, torch.float64][: failures + 1]
@@ -52,11 +57,11 @@ def test_a_non_finite_matrix_gives_the_previous_basis_or_the_identity():
     matrix[0, 0] = torch.nan
     previous = torch.linalg.qr(torch.randn(6, 6))[0]
 
-    assert torch.equal(eigenbasis(matrix, previous).basis, previous)
-    assert eigenbasis(matrix, previous).fallback == 3
-    assert torch.equal(eigenbasis(matrix).basis, torch.eye(6))
-    assert eigenbasis(matrix).fallback == 4
-    assert torch.isfinite(eigenbasis(matrix).values).all()
+    assert torch.equal(compute_eigenbasis(matrix, previous).basis, previous)
+    assert compute_eigenbasis(matrix, previous).fallback == 3
+    assert torch.equal(compute_eigenbasis(matrix).basis, torch.eye(6))
+    assert compute_eigenbasis(matrix).fallback == 4
+    assert torch.isfinite(compute_eigenbasis(matrix).values).all()
 
 
 def test_power_iteration_finds_the_eigenvectors_largest_first():

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.ekfac import EKFAC
-from llm.extensions.kfac.layers import find_layers
-from llm.extensions.matrix_optim.fused import Fusion, fused_weights
+from llm.extensions.kfac.layers import find_covered_layers
+from llm.extensions.matrix_optim.fused import Fusion, find_fused_weights
 from llm.extensions.matrix_optim.muon import MuonAndAdamW
 from llm.extensions.matrix_optim.soap import SOAP
 from tests.support.models import tiny_config
@@ -64,7 +64,7 @@ def test_without_its_values_a_token_does_not_see_earlier_ones(kind):
         model = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
         fused = {
             weight: fusion
-            for weight, fusion in fused_weights(model).items()
+            for weight, fusion in find_fused_weights(model).items()
             if "value" in fusion.sizes
         }
         assert len(fused) == 2
@@ -80,7 +80,7 @@ def test_without_its_values_a_token_does_not_see_earlier_ones(kind):
 def test_gate_and_up_projections_are_apart():
     model = AutoModelForCausalLM.from_config(CONFIGS["phi3"])
     mlp = model.model.layers[0].mlp.gate_up_proj.weight
-    found = fused_weights(model)[mlp]
+    found = find_fused_weights(model)[mlp]
     assert found == Fusion(sizes={"gate": 48, "up": 48})
 
 
@@ -148,7 +148,7 @@ def test_kfac_gives_fused_projections_a_factor_each():
     fusion = Fusion(sizes={"query": 4, "key": 4, "value": 4})
     for model in models:
         generator = torch.Generator().manual_seed(0)
-        coverage = find_layers(
+        coverage = find_covered_layers(
             model,
             fusions={model.together.weight: fusion} if model is models[0] else None,
             sample_forward=lambda module: module(torch.zeros(1, 6)),
@@ -172,8 +172,8 @@ def test_kfac_gives_fused_projections_a_factor_each():
 
 def test_gpt2_has_no_block_border_inside_a_key():
     model = AutoModelForCausalLM.from_config(CONFIGS["gpt2"])
-    fusions = fused_weights(model)
-    curvature = Curvature(find_layers(model, fusions=fusions), max_dim=64)
+    fusions = find_fused_weights(model)
+    curvature = Curvature(find_covered_layers(model, fusions=fusions), max_dim=64)
     widths = {factor.name: factor.widths for factor in curvature.factors}
     name = "transformer.h.0.attn.c_attn"
     assert widths[f"{name}.key.G"] == [32]

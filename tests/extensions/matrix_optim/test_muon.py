@@ -53,7 +53,7 @@ def test_every_step_is_torchs_muon_and_torchs_adamw(monkeypatch):
     ours, theirs = still_model(), still_model()
     names = muons(ours)
     monkeypatch.setattr(
-        "llm.extensions.matrix_optim.muon.fused_weights", lambda model: {}
+        "llm.extensions.matrix_optim.muon.find_fused_weights", lambda model: {}
     )  # torch's has none
     options = dataclasses.replace(OPTIONS, momentum=0.8)
     optimizer = make_muon(options, ours)

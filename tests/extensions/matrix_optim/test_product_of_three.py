@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llm.extensions.matrix_optim.eigenbases import product_of_three, rotate
+from llm.extensions.matrix_optim.eigenbases import multiply_in_three_products, rotate
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def error(product, a, b):
 def test_three_products_err_about_as_one_in_float32(nearest, front):
     a, b = factors(*front)
     with TF32(nearest=nearest):
-        one, three = a @ b, product_of_three(a, b)
+        one, three = a @ b, multiply_in_three_products(a, b)
     assert error(one, a, b) > 1e-4
     assert error(three, a, b) < 1e-6  # one in float32: 1e-7 to 4e-7, by the processor
 
@@ -47,9 +47,9 @@ def test_three_products_err_about_as_one_in_float32(nearest, front):
 def test_three_products_take_transposed_factors_and_write_into_out():
     a, b = factors()
     out = torch.empty(100, 96).T[:, :90]
-    product_of_three(a, b[:, :90], out=out)
+    multiply_in_three_products(a, b[:, :90], out=out)
     torch.testing.assert_close(out, a @ b[:, :90])
-    torch.testing.assert_close(product_of_three(b.mT, a.mT), b.mT @ a.mT)
+    torch.testing.assert_close(multiply_in_three_products(b.mT, a.mT), b.mT @ a.mT)
 
 
 def test_a_device_that_may_use_tf32_rotates_by_three_products(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llm.extensions.moe.expert_layers import find_layers
+from llm.extensions.moe.expert_layers import find_expert_layers
 from llm.models.mixtures import find_routed_experts
 from tests.extensions.moe.families import (
     COVERED,
@@ -92,7 +92,7 @@ def test_the_probabilities_of_gemma4s_router_are_not_normalized_twice():
     loads = torch.tensor(routers.state_dict()["load"]).float()
     routers.metrics()
     probabilities = []
-    for layer in find_layers(model):
+    for layer in find_expert_layers(model):
         layer.router.register_forward_hook(lambda _, __, out: probabilities.append(out[0]))
     take_step(model, routers, step=2)
     means = torch.stack([p.detach().view(-1, 4).mean(0) for p in probabilities])

@@ -8,11 +8,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from llm.extensions.moe.losses import (
     SCORES,
     assume_score,
-    balancing_loss,
+    compute_balancing_loss,
     compute_router_z_loss,
+    compute_score_errors,
+    compute_sequence_shares,
     find_score,
-    score_errors,
-    sequence_shares,
 )
 from tests.support.models import tiny_config
 
@@ -22,13 +22,15 @@ CHOSEN = LOGITS.topk(2).indices
 
 
 def loss_of_a_sample(logits, chosen):
-    shares = sequence_shares(chosen.reshape(1, -1), 4)
-    return balancing_loss(logits.softmax(-1).unsqueeze(0), shares)
+    shares = compute_sequence_shares(chosen.reshape(1, -1), 4)
+    return compute_balancing_loss(logits.softmax(-1).unsqueeze(0), shares)
 
 
 def test_equal_loads_cost_one_for_each_token():
     probabilities = LOGITS.softmax(-1).unsqueeze(0)
-    assert balancing_loss(probabilities, torch.full((1, 4), 1 / 4)).item() == pytest.approx(12)
+    assert compute_balancing_loss(probabilities, torch.full((1, 4), 1 / 4)).item() == pytest.approx(
+        12
+    )
 
 
 def test_two_of_four_experts_alone_cost_two_for_each_token():
@@ -39,7 +41,7 @@ def test_two_of_four_experts_alone_cost_two_for_each_token():
 def test_shares_are_those_of_each_sequence():
     chosen = torch.tensor([[0, 1, 0, 1], [2, 3, 2, 0]])
     expected = [[0.5, 0.5, 0, 0], [0.25, 0, 0.5, 0.25]]
-    assert sequence_shares(chosen, 4).tolist() == expected
+    assert compute_sequence_shares(chosen, 4).tolist() == expected
 
 
 def test_the_loss_of_a_layer_is_transformers_divided_by_k():
@@ -68,13 +70,13 @@ def test_the_scores_of_a_router_are_known_by_its_weights(name, scale, experts_pe
     chosen = CHOSEN[:, :experts_per_token]
     weights = scale * SCORES[name](LOGITS).gather(-1, chosen)
     for kind in (torch.float32, torch.bfloat16):
-        errors = score_errors(LOGITS, chosen, weights.to(kind))
+        errors = compute_score_errors(LOGITS, chosen, weights.to(kind))
         assert find_score(errors.tolist()) == name
 
 
 def test_equal_weights_do_not_tell_the_score():
     weights = torch.full((12, 1), 2.5)
-    assert find_score(score_errors(LOGITS, CHOSEN[:, :1], weights).tolist()) is None
+    assert find_score(compute_score_errors(LOGITS, CHOSEN[:, :1], weights).tolist()) is None
 
 
 @pytest.mark.parametrize(
@@ -93,4 +95,4 @@ def test_scores_that_weights_do_not_tell_are_those_of_the_family(family, has_bia
 def test_logits_of_zero_do_not_tell_the_score():
     logits = torch.zeros(12, 4)
     weights = F.softmax(logits, -1).gather(-1, CHOSEN)
-    assert find_score(score_errors(logits, CHOSEN, weights).tolist()) is None
+    assert find_score(compute_score_errors(logits, CHOSEN, weights).tolist()) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llm.errors import ConfigError
-from llm.extensions.moe.expert_layers import find_layers
+from llm.extensions.moe.expert_layers import find_expert_layers
 from llm.extensions.moe.options import MoEExtension
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
@@ -39,13 +39,13 @@ def loads_of(routers) -> list[list[int]]:
 
 
 def biases_of(model) -> list[list[float]]:
-    return [layer.bias.flatten().tolist() for layer in find_layers(model)]
+    return [layer.bias.flatten().tolist() for layer in find_expert_layers(model)]
 
 
 def reference_loads(config, *, step: int) -> list[list[int]]:
     """The choices that hooks see in one forward pass of the same model and data."""
     model, counts = tiny_model(config), []
-    for layer in find_layers(model):
+    for layer in find_expert_layers(model):
         layer.experts.register_forward_pre_hook(
             lambda _, args: counts.append(args[1].flatten().bincount(minlength=EXPERTS).tolist())
         )
@@ -111,7 +111,7 @@ def test_the_gradient_is_torchs_of_the_formula(family, scope):
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     plain, recorded = tiny_model(family()), []
-    for layer in find_layers(plain):
+    for layer in find_expert_layers(plain):
         layer.router.register_forward_hook(lambda _, __, output: recorded.append(output[0]))
     objective, _ = LanguageModelLoss(plain)(*tokens(seed=2))
     for row, logits in enumerate(recorded):
@@ -236,7 +236,7 @@ def test_a_skipped_step_moves_neither_loads_nor_biases():
 def test_repeated_steps_balance_a_collapsed_router(update):
     options = {"router_bias_update": update, "router_bias_update_rate": 0.005}
     model, routers = routers_of(glm4_moe(), **options)
-    for layer in find_layers(model):
+    for layer in find_expert_layers(model):
         layer.bias.add_(torch.tensor([0.1, 0.1, 0.0, 0.0]))  # two experts take all
     columns = []
     for _ in range(60):
@@ -288,7 +288,7 @@ def test_the_load_of_every_expert_is_an_event(caplog):
 
 def test_experts_that_stay_idle_are_named_once(caplog):
     model, routers = routers_of(glm4_moe(), router_balancing="none")
-    for layer in find_layers(model):
+    for layer in find_expert_layers(model):
         layer.bias.add_(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     take_step(model, routers)
     routers._idle_steps += 98  # as if it had been so before
@@ -383,7 +383,7 @@ def test_a_trial_keeps_the_activations_of_the_losses_of_routers(config):
 
     extension, context = extension_of(tiny_model(config).train(), **options)
     plain = saved_bytes(context.strategy.loss)
-    with extension.in_trial(context):
+    with extension.trial_context(context):
         assert saved_bytes(context.strategy.loss) == in_training > plain
     assert saved_bytes(context.strategy.loss) == plain
 
@@ -391,7 +391,7 @@ def test_a_trial_keeps_the_activations_of_the_losses_of_routers(config):
 def test_a_trial_of_a_model_without_experts_is_a_plain_pass():
     extension, context = extension_of(tiny_model(tiny_config("gpt2")))
     plain = saved_bytes(context.strategy.loss)
-    with extension.in_trial(context):
+    with extension.trial_context(context):
         assert saved_bytes(context.strategy.loss) == plain
 
 
@@ -492,7 +492,7 @@ def test_a_bias_that_a_class_lacks_is_refused(options, said):
     ],
 )
 def test_combinations_that_cannot_work_are_refused(options, said):
-    assert MoEExtension(GPTConfig(**options)).problems() == [said]
+    assert MoEExtension(GPTConfig(**options)).find_problems() == [said]
 
 
 def test_experts_without_the_interface_are_named(caplog):

@@ -79,7 +79,7 @@ def loop_of(
 ) -> LoopExtension | None:
     """The part of the extension in a run on one rank."""
     extension, context = extension_of(model, pretrained=pretrained, **options)
-    return extension.in_loop(context)
+    return extension.make_loop_extension(context)
 
 
 def extension_of(

@@ -69,7 +69,9 @@ HALF = {"mup": True, "mup_base_width": 16, "mup_base_num_layers": 1, "mup_base_h
 
 def scaled_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
     """The tiny model under muP."""
-    return tiny_model(config, transforms=[MuPExtension(GPTConfig(**options)).transform(config)])
+    return tiny_model(
+        config, transforms=[MuPExtension(GPTConfig(**options)).make_transform(config)]
+    )
 
 
 @pytest.mark.parametrize(("family", "name", "ndim", "deviation", "adamw", "muon"), CASES)
@@ -84,11 +86,13 @@ def test_each_kind_of_weight_has_its_deviation_and_its_rates(
 
 def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
     options = GPTConfig(**HALF)
-    scales = MuPExtension(options).transform(tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6))
+    scales = MuPExtension(options).make_transform(
+        tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6)
+    )
     assert scales == Scales(width=4, depth=6, attention=0.5, starts_by_depth=True)
-    wider = MuPExtension(options).transform(tiny_config("qwen3"))
+    wider = MuPExtension(options).make_transform(tiny_config("qwen3"))
     assert wider == Scales(width=2, depth=2, attention=0.5**0.5)
-    assert MuPExtension(GPTConfig()).transform(tiny_config("opt")) is None
+    assert MuPExtension(GPTConfig()).make_transform(tiny_config("opt")) is None
 
 
 @pytest.mark.parametrize("family", SHAPED)
@@ -195,7 +199,7 @@ def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, opti
 def test_other_families_are_refused_by_name(family):
     options = GPTConfig(mup=True, mup_base_width=16)
     with pytest.raises(ConfigError, match=rf"--mup is for gpt2, .* this model is {family}"):
-        MuPExtension(options).transform(tiny_config(family))
+        MuPExtension(options).make_transform(tiny_config(family))
 
 
 @pytest.mark.parametrize(
@@ -216,4 +220,4 @@ def test_a_base_model_that_cannot_be_and_trained_weights_are_refused(
     given = {"model_config": tiny_config("gpt2"), "weights_from": weights_from}
     run = Run(**dict.fromkeys(field.name for field in dataclasses.fields(Run)) | given)
     with pytest.raises(ConfigError, match=sentence):
-        MuPExtension(GPTConfig(mup=True, **changes)).read(run)
+        MuPExtension(GPTConfig(mup=True, **changes)).prepare_run(run)

@@ -126,7 +126,7 @@ def logits_of_documents() -> tuple[list[float], list[float], list[float]]:
     strategy.prepare(LanguageModelLoss(model), OptimizerFactory(layouts.make_optimizer).make)
     inputs, labels = layouts.step_data(0)
     documents = (torch.arange(layouts.LENGTH) // 2).expand_as(inputs)
-    found = attention_logits.max_attention_logits(
+    found = attention_logits.measure_attention_logits(
         strategy,
         MicroBatch(inputs, labels, None, documents),
         layers={block.attn: layer for layer, block in enumerate(model.transformer.h)},

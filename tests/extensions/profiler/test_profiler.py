@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from llm.data.loader import StepBatch
-from llm.extensions.profiler.step_profiler import StepProfiler, format_table, seconds_by_class
+from llm.extensions.profiler.step_profiler import StepProfiler, format_table, sum_seconds_by_class
 from tests.support.training import Bench
 
 
 def profiled(work):
     with torch.profiler.profile() as profile:
         work()
-    return seconds_by_class(profile.events(), on_gpu=False)
+    return sum_seconds_by_class(profile.events(), on_gpu=False)
 
 
 def test_matmuls_attention_and_the_optimizer_are_classified():
@@ -69,7 +69,7 @@ def test_a_kernel_counts_once_as_the_operation_that_started_it():
         event("aten::mm", microseconds=100),
         event("ampere_gemm", device="CUDA", microseconds=100),
     ]
-    busy = seconds_by_class(events, on_gpu=True)
+    busy = sum_seconds_by_class(events, on_gpu=True)
     assert {name: round(1e6 * seconds) for name, seconds in busy.items() if seconds} == {
         "optimizer": 20,
         "matmul": 100,

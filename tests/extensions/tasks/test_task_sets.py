@@ -15,7 +15,7 @@ import yaml
 
 from llm.errors import ConfigError
 from llm.extensions.tasks import task_files
-from llm.extensions.tasks.task_sets import gold_bits_per_byte, read_set
+from llm.extensions.tasks.task_sets import compute_gold_bits_per_byte, read_set
 from llm.parallel.dims import ParallelDims
 from tests.extensions.tasks.task_data import write_datasets
 from tests.extensions.tasks.toy import CHOICE, metric, of_tasks, write_task
@@ -367,7 +367,7 @@ def test_the_bytes_of_an_answer_are_those_of_its_text_in_utf_8():
         def doc_to_choice(self, document):
             return ["no", "größe"]
 
-    assert gold_bits_per_byte(Task()) == pytest.approx((7 / 7 + 3 / 1) / 2)
+    assert compute_gold_bits_per_byte(Task()) == pytest.approx((7 / 7 + 3 / 1) / 2)
 
 
 FOLDERS_OF_THE_SETS = (

@@ -255,7 +255,7 @@ def test_tasks_without_the_library_print_its_pip_line(monkeypatch):
     fields = dataclasses.fields(seams.Run)
     run = seams.Run(**dict.fromkeys(field.name for field in fields))
     with pytest.raises(ConfigError, match=r"pip install 'llm-trainers\[tasks\]'"):
-        TasksExtension(config).read(run)
+        TasksExtension(config).prepare_run(run)
 
 
 def modules_of_a_run(argv: list[str]) -> bool:

@@ -3,8 +3,8 @@
 import pytest
 
 from llm.errors import ConfigError
-from llm.parallel.pipeline.pipeline_schedule import bubble_fraction, check_micro_batches
-from llm.trainers.gpt.config import check
+from llm.parallel.pipeline.pipeline_schedule import check_micro_batches, compute_bubble_fraction
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 
 SETTINGS = {
@@ -26,7 +26,7 @@ SETTINGS = {
     ],
 )
 def test_enough_micro_batches_are_taken(schedule, ranks, micro_batches):
-    check_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches)
+    check_micro_batches(schedule, num_ranks=ranks, num_micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_enough_micro_batches_are_taken(schedule, ranks, micro_batches):
 )
 def test_too_few_micro_batches_name_the_option_that_helps(schedule, ranks, micro_batches, sentence):
     with pytest.raises(ConfigError, match=sentence) as refusal:
-        check_micro_batches(schedule, ranks=ranks, micro_batches=micro_batches)
+        check_micro_batches(schedule, num_ranks=ranks, num_micro_batches=micro_batches)
     assert "--gradient_accumulation_steps" in str(refusal.value)
 
 
 def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
-    assert bubble_fraction(ranks=4, virtual_stages=1, micro_batches=1) == 3 / 4
-    assert bubble_fraction(ranks=4, virtual_stages=1, micro_batches=9) == 3 / 12
-    assert bubble_fraction(ranks=4, virtual_stages=3, micro_batches=9) == 1 / 10
-    assert bubble_fraction(ranks=1, virtual_stages=1, micro_batches=1) == 0
+    assert compute_bubble_fraction(num_ranks=4, stages_per_rank=1, num_micro_batches=1) == 3 / 4
+    assert compute_bubble_fraction(num_ranks=4, stages_per_rank=1, num_micro_batches=9) == 3 / 12
+    assert compute_bubble_fraction(num_ranks=4, stages_per_rank=3, num_micro_batches=9) == 1 / 10
+    assert compute_bubble_fraction(num_ranks=1, stages_per_rank=1, num_micro_batches=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages():
 )
 def test_options_that_no_pipeline_supports_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        check(GPTConfig(**{**SETTINGS, **options}))
+        check_config(GPTConfig(**{**SETTINGS, **options}))
 
 
 def test_interleaved_stages_are_refused_only_without_the_number_of_them():
     interleaved = {**SETTINGS, "pipeline_schedule": "interleaved-1f1b"}
     with pytest.raises(ConfigError):
-        check(GPTConfig(**interleaved))
-    assert check(GPTConfig(**interleaved, virtual_stages=2)) is None
+        check_config(GPTConfig(**interleaved))
+    assert check_config(GPTConfig(**interleaved, virtual_stages=2)) is None

@@ -71,7 +71,7 @@ def train(family, layers, sizes, schedule, virtual_stages, accumulation):
             best, log_probs = (strategy.gather(values) for values in found_best)
             seen.append([*strategy.reduce_sum(found).tolist(), float(best.sum())])
             seen.append([float(log_probs[row].sum()) for row in (0, 1, -1)])
-    return seen, strategy.full_state_dict(), sum(p.numel() for p in strategy.parameters)
+    return seen, strategy.gather_full_state_dict(), sum(p.numel() for p in strategy.parameters)
 
 
 def train_all(cases):
