@@ -491,6 +491,21 @@ def test_a_polaris_job_takes_the_fast_network_and_near_gpus(
     assert done.stdout == f"3,2,1,0|{network}|{monitor}|{paths}\n"
 
 
+def test_without_the_plugin_a_polaris_job_drops_what_the_module_sets(capsys):
+    names = ("NCCL_NET", "NCCL_NET_GDR_LEVEL", "NCCL_CROSS_NIC", "NCCL_COLLNET_ENABLE")
+    script = write(capsys, "--site", "polaris", "--nodes", "10", "--time", "3:00:00")
+    begin, end = script.index("# Local rank n"), script.index('if [[ -r "$VENV/bin/activate')
+    environment = {"PATH": os.environ["PATH"], "NCCL_PLUGIN": "off", **dict.fromkeys(names, "1")}
+    done = subprocess.run(
+        ["bash", "-euc", script[begin:end] + "env"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(re.findall(r"(?m)^NCCL_\w+", done.stdout)) == {"NCCL_PLUGIN"}
+
+
 @pytest.mark.parametrize(
     ("nodes", "time", "queue"),
     [("2", "1:00:00", "debug"), ("2", "6:00:00", "capacity"), ("64", "1:00:00", "debug-scaling"),
