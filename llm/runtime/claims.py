@@ -9,6 +9,7 @@ No two clocks are compared to acquire it. On the same machine, a dead process is
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ HEARTBEAT_SECONDS = 2.0
 """Seconds between two heartbeats."""
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Seconds without a heartbeat until a process counts as dead; network file systems delay them."""
+_MAX_OBSERVED_SECONDS = 5.0
+"""Time between two looks that counts as silence at most."""
 EXPIRY_SECONDS = 300.0
 """Age of the last heartbeat, by the clocks of two machines, after which a claim is ignored."""
 
@@ -43,8 +46,10 @@ class Claim:
         self._name = name
         self._on_loss = on_loss
         self._generation = 0
+        self._text = ""
         self._last_heartbeat: tuple[int, int] | None = None  # generation, nanoseconds
-        self._last_heartbeat_seen_at = 0.0
+        self._observed_at = 0.0
+        self._silent_seconds = 0.0
         self._is_released = threading.Event()
 
     def try_acquire(self) -> bool:
@@ -52,9 +57,11 @@ class Claim:
         generation = self._newest_generation()
         if self._may_be_held(generation):
             return False
+        # The second line tells the claim from a later one of the same name.
+        self._text = f"{os.getpid()} {_read_pid_namespace()}\n{secrets.token_hex(8)}\n"
         try:
             with self._claim_path(generation + 1).open("x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} {_read_pid_namespace()}")
+                file.write(self._text)
         except (FileExistsError, FileNotFoundError):  # another was faster, or removed the folder
             return False
         self._generation = generation + 1
@@ -70,31 +77,43 @@ class Claim:
     def _may_be_held(self, generation: int) -> bool:
         """Return whether the process of the newest claim may be alive; observes its heartbeats."""
         self._observe_heartbeat(generation)
-        heartbeat_age = time.monotonic() - self._last_heartbeat_seen_at
-        is_recent = heartbeat_age <= HEARTBEAT_TIMEOUT_SECONDS
+        is_recent = self._silent_seconds <= HEARTBEAT_TIMEOUT_SECONDS
         return generation > 0 and is_recent and not _has_dead_owner(self._claim_path(generation))
 
     def _observe_heartbeat(self, generation: int) -> None:
-        """Record when the newest claim last changed, and whether another process changed it."""
+        """Record how long the newest claim has not changed, and whether another changed it."""
         heartbeat = generation, _modification_time_ns(self._claim_path(generation))
+        now = time.monotonic()
         if heartbeat != self._last_heartbeat:
             self.has_rival = generation > 0 and self._last_heartbeat is not None
-            self._last_heartbeat, self._last_heartbeat_seen_at = heartbeat, time.monotonic()
+            self._last_heartbeat, self._silent_seconds = heartbeat, 0.0
+        else:
+            # A file system that hangs for minutes hides the heartbeats of a living process.
+            self._silent_seconds += min(now - self._observed_at, _MAX_OBSERVED_SECONDS)
+        self._observed_at = now
 
     def is_held(self) -> bool:
-        """Return whether this process holds the claim, and no other has replaced it."""
-        return (
-            self._claim_path(self._generation).exists()
-            and not self._claim_path(self._generation + 1).exists()
-        )
+        """Return whether this process holds the claim, and no other has replaced it.
+
+        Raises:
+            OSError: The file system fails.
+        """
+        try:
+            content = self._claim_path(self._generation).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # An empty file is a claim that another process is writing, or one that a server has lost.
+        is_replaced = content not in (self._text.encode(), b"")
+        return not is_replaced and not self._claim_path(self._generation + 1).exists()
 
     def release(self) -> None:
-        """Let another process acquire the claim at once."""
+        """Let another process acquire the claim at once, unless it has replaced this one."""
         self._is_released.set()
         # The newest first: a process that looks in between finds an old one, and waits.
         with contextlib.suppress(OSError):  # it dies with this process in any case
-            for generation in range(self._generation, 0, -1):
-                self._claim_path(generation).unlink(missing_ok=True)
+            if self.is_held():
+                for generation in range(self._generation, 0, -1):
+                    self._claim_path(generation).unlink(missing_ok=True)
 
     def _newest_generation(self) -> int:
         """Return the generation of the newest claim in the folder; 0 if there is none."""
@@ -119,7 +138,7 @@ class Claim:
 
 
 def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
-    """Return the claims in a folder with a process that is not known to be dead.
+    """Return the newest claim in a folder if its process is not known to be dead.
 
     A process is known to be dead if it has ended on this machine, or if its last heartbeat is older
     than `EXPIRY_SECONDS`.
@@ -132,7 +151,8 @@ def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
         The seconds since the last heartbeat by path, at least 0.
     """
     ages = {}
-    for path in folder.glob(f"{name}-[0-9]*"):
+    claim_paths = sorted(folder.glob(f"{name}-[0-9]*"), key=lambda path: (len(path.name), path))
+    for path in claim_paths[-1:]:  # it has replaced the others
         modified_at = _modification_time_ns(path) / 1e9
         age = max(0.0, time.time() - modified_at) if modified_at else 0.0
         if age <= EXPIRY_SECONDS and not _has_dead_owner(path):
@@ -156,7 +176,8 @@ def _read_pid_namespace() -> str:
 def _has_dead_owner(claim_path: Path) -> bool:
     """Return whether a claim names a process of this machine that has ended."""
     try:
-        process_id, _, namespace = claim_path.read_text(encoding="utf-8").partition(" ")
+        owner = claim_path.read_text(encoding="utf-8").partition("\n")[0]
+        process_id, _, namespace = owner.partition(" ")
         if not namespace or namespace != _read_pid_namespace():
             return False
         os.kill(int(process_id), 0)  # signal 0 only checks that the process exists

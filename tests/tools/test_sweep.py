@@ -329,6 +329,37 @@ def test_a_member_that_another_command_has_run_meanwhile_is_not_repeated(tmp_pat
     assert (tmp_path / "a/sweep.log").read_text().count("--- started ") == 2
 
 
+def test_a_member_that_a_job_has_finished_meanwhile_is_not_started(tmp_path, monkeypatch):
+    sweep = Sweep(tmp_path, members("a"), monkeypatch)
+    sweep.end("a")
+    (tmp_path / "a/status.json").write_text('{"status": "finished"}')
+    sweep.runs.run()
+    assert sweep.states() == {"a": "finished"}
+    assert not (tmp_path / "a/sweep.log").exists()
+
+
+def test_a_stopped_command_records_no_end_of_what_another_one_runs(tmp_path, monkeypatch):
+    recorded = []
+
+    class Trials:
+        def next_member(self) -> None:
+            return None
+
+        def record(self, member: Member, outcome) -> None:
+            recorded.append(outcome.state)
+
+    sweep = Sweep(tmp_path, members("a"), monkeypatch, trials=Trials())
+
+    def replace_command() -> None:
+        (tmp_path / "a/.sweep-2").write_text("1 another-boot pid:[1]")
+        sweep.end("a", "crash")
+
+    call_when((tmp_path / "a/status.json").exists, replace_command)
+    sweep.runs.run()
+    assert (sweep.states(), recorded) == ({"a": "running"}, ["running"])
+    assert (tmp_path / "a/.sweep-1").exists()
+
+
 def test_a_member_whose_command_was_killed_is_taken_over(tmp_path, monkeypatch):
     sweep = Sweep(tmp_path, members("a"), monkeypatch)
     (tmp_path / "a").mkdir()

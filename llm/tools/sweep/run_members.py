@@ -165,7 +165,8 @@ class MemberRuns:
             folder, claim = self._base.folder / member.name, self._claims[member.name]
             outcome = read_stopped_outcome(folder)
             has_run = self._count_log_bytes(member) != self._log_bytes[member.name]
-            if has_run and outcome.state in ("finished", "failed"):  # by another command
+            # By another command, or by a job, which does not write to the log.
+            if outcome.state == "finished" or (has_run and outcome.state == "failed"):
                 claim.release()
                 self._leave_out(member, outcome)
             else:
@@ -177,12 +178,14 @@ class MemberRuns:
         """Acquire the claim to a member; it is left out if another command or job runs it."""
         folder, claim = self._base.folder / member.name, self._claims[member.name]
         folder.mkdir(parents=True, exist_ok=True)
+        owner_claim = self._owner_claims[member.name]
         has_lock_holder = RunFolder(folder).has_lock_holder()
-        if has_lock_holder or self._owner_claims[member.name].may_be_held():
+        if has_lock_holder or owner_claim.may_be_held():
             # A run without a command is a job, or has lost its command and is about to end.
             claim.may_be_held()  # looks for a command
             waited = time.monotonic() - self._contested_at.get(member.name, time.monotonic())
-            if waited > HEARTBEAT_TIMEOUT_SECONDS and not claim.has_rival:
+            is_alive = has_lock_holder or owner_claim.has_rival
+            if is_alive and waited > HEARTBEAT_TIMEOUT_SECONDS and not claim.has_rival:
                 sentence = _describe_lock(RunFolder(folder)) if has_lock_holder else ""
                 self._leave_out(member, Outcome(state="running", sentence=sentence))
             else:
@@ -278,6 +281,8 @@ class MemberRuns:
         outcome = read_stopped_outcome(folder)
         if outcome.state == "finished":
             return outcome
+        if not start.claim.is_held():  # another command runs it, because this one was stopped
+            return Outcome(state="running")
         status = _read_status(folder)
         has_new_status = status != start.former_status
         exit_code = start.process.returncode
