@@ -95,6 +95,18 @@ def test_a_member_that_ended_on_fewer_ranks_has_its_first_batch(folder):
     assert main([*GRID, "--nproc_per_node", "2"]) == 0
 
 
+def test_a_member_that_ended_on_more_ranks_may_have_another_layout(folder, capsys):
+    finish(folder, "tensor_parallel_size = 4", ranks=2)
+    events = folder / "sweeps/base/learning_rate=1e-3/events.jsonl"
+    first_start = events.read_text()
+    events.write_text(first_start + first_start.replace('"ranks": 2', '"ranks": 8'))
+    change(folder, "tensor_parallel_size = 4")
+    assert main([*GRID, "--status"]) == 0
+    assert main([*GRID, "--nproc_per_node", "8"]) == 0
+    assert main([*GRID, "--nproc_per_node", "16"]) == 2
+    assert "global_batch_size was 8 and is 16." in capsys.readouterr().err
+
+
 def test_a_batch_that_is_the_same_in_other_words_is_not_refused(folder):
     change(folder, "global_batch_size = 8", "per_device_train_batch_size = 2")
     assert main([*GRID, "--status"]) == 0

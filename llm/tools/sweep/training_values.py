@@ -45,14 +45,17 @@ def training_values(
 
 
 def _global_batch(config: GPTConfig, num_ranks: int | None) -> int | str | None:
-    """Return the samples of a step; None if they depend on the device or on another run."""
+    """Return the samples of a step; None if they depend on the device, other ranks, or a parent."""
     if config.global_batch_size is not None:
         return config.global_batch_size
     micro_batch_size = config.per_device_train_batch_size
     # A branch has the batch of its parent.
     if num_ranks is None or isinstance(micro_batch_size, str) or config.branch_from is not None:
         return None
-    data_ranks = make_parallel_dims(config, num_ranks).data_ranks
+    try:
+        data_ranks = make_parallel_dims(config, num_ranks).data_ranks
+    except ConfigError:  # the layout is that of a later start on other ranks
+        return None
     return micro_batch_size * data_ranks * config.gradient_accumulation_steps
 
 
