@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from llm.errors import ConfigError
 from llm.tools.sweep.run_members import MemberRuns
 from llm.tools.sweep.sweep import main
+from llm.trainers.gpt.extensions import GPTConfig
 
 BASE = """
 model_name_or_path = "model"
@@ -156,11 +158,11 @@ def test_a_study_of_another_base_is_refused(folder, capsys, monkeypatch):
     pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
     argv = ["base.toml", "--output_dir", "s", "--sampler", "optuna"]
     argv += ["--search", "num_train_epochs=1..3"]
-    monkeypatch.setattr(MemberRuns, "run", lambda self: None)
+    monkeypatch.setattr(MemberRuns, "run", lambda self: self._trials.next_member())
     lines = (folder / "base.toml").read_text().replace("max_train_steps = 2\n", "")
     (folder / "base.toml").write_text(lines)
-    assert main(argv) == 0
-    assert main(argv) == 0
+    assert main(argv) == 75
+    assert main(argv) == 75
     for line, clause in [
         ("weight_decay = 0.1", "weight_decay was 0.0 and is 0.1"),
         ("gradient_accumulation_steps = 2", "global_batch_size was 4 and is 8"),
@@ -171,4 +173,24 @@ def test_a_study_of_another_base_is_refused(folder, capsys, monkeypatch):
             f"error: The trials of the study in s have other options: {clause}. Name another "
             "--output_dir for another study.\n"
         )
-    assert main([*argv, "--status"]) == 0  # where the number of ranks, and so the batch, is unknown
+    assert main([*argv, "--status"]) == 75  # the number of ranks, and so the batch, is unknown
+
+
+def test_of_two_commands_at_once_one_decides_the_options_of_a_study(tmp_path):
+    pytest.importorskip("optuna", reason="pip install optuna, the extra `optuna`")
+    from llm.tools.sweep.optuna_trials import Trials
+
+    first, second = (
+        Trials(
+            tmp_path,
+            ["learning_rate=1e-4..1e-2:log"],
+            GPTConfig(weight_decay=weight_decay),
+            num_ranks=1,
+            num_trials=2,
+        )
+        for weight_decay in (0.0, 0.1)
+    )
+    assert first.members() == []  # as --status, which decides nothing
+    assert second.next_member() is not None
+    with pytest.raises(ConfigError, match=r"weight_decay was 0\.1 and is 0\.0"):
+        first.next_member()

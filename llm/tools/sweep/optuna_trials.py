@@ -82,25 +82,25 @@ class Trials:
                 f"The study in {folder} searches {' '.join(recorded_search)}, not "
                 f"{' '.join(search)}; name another --output_dir for another search."
             )
-        self._check_same_base(config, num_ranks)
+        self._config, self._num_ranks = config, num_ranks
+        self._check_same_base()
 
-    def _check_same_base(self, config: "GPTConfig", num_ranks: int | None) -> None:
-        """Record what all trials train, or refuse other options than the study has recorded."""
+    def _check_same_base(self) -> dict[str, Any]:
+        """Return what all trials train; refuse other options than the study has recorded."""
         from llm.tools.sweep.training_values import training_values
         from llm.trainers.gpt.extensions import GPTConfig
 
         recorded_values = self._study.user_attrs.get("base")
-        values = training_values(config, num_ranks=num_ranks, defaults=recorded_values)
+        values = training_values(self._config, num_ranks=self._num_ranks, defaults=recorded_values)
         option_names = names_by_alias(GPTConfig)
         for name in self._distributions:
             values.pop(option_names.get(name, name), None)
-        if recorded_values is None:
-            self._study.set_user_attr("base", values)
-        elif changes := describe_changes(recorded_values, values):
+        if recorded_values is not None and (changes := describe_changes(recorded_values, values)):
             raise ConfigError(
                 f"The trials of the study in {self._folder} have other options: "
                 f"{'; '.join(changes)}. Name another --output_dir for another study."
             )
+        return values
 
     def members(self) -> list[Member]:
         """Return the members of all trials so far."""
@@ -119,8 +119,14 @@ class Trials:
 
         A trial that seems to run comes last: the claim of a command that was killed on another
         machine looks like the claim of a living one until `MemberRuns` has waited for heartbeats.
+
+        Raises:
+            ConfigError: Another command has begun the study with other options.
         """
         with self._hold_lock():
+            values = self._check_same_base()  # again: another command may have begun the study
+            if "base" not in self._study.user_attrs:
+                self._study.set_user_attr("base", values)
             trials = self._read_trials()
             claimed_members: dict[int, Member] = {}
             for trial in trials:
