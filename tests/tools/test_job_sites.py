@@ -171,7 +171,7 @@ def test_a_file_of_yours_describes_a_site(tmp_path, capsys):
         ("[mine]\nschedulers = ['slurm']\ngpus_per_node = 0\n", "= 0 must be greater than 0."),
         (
             "[mine]\nschedulers = ['slurm']\ngpu_directive = '--gres=gpu:{n}'\n",
-            "gpu_directive = '--gres=gpu:{n}' has braces around something else than gpus",
+            "gpu_directive = '--gres=gpu:{n}' has braces around other text than gpus",
         ),
         ("[mine]\nschedulers = ['slurm']\ngpus = 4\n", "has a key gpus, which is none of sched"),
         ("[mine]\nschedulers = ['slurm']\ngpus_per_node = '4'\n", "gpus_per_node = '4' has the"),

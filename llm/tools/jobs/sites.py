@@ -213,7 +213,7 @@ def _make_site(place: str, table: Any) -> Site:
         site.gpu_directive.format(gpus=site.gpus_per_node)
     except (LookupError, ValueError, AttributeError):
         raise ConfigError(
-            f"{place} gpu_directive = {site.gpu_directive!r} has braces around something else than "
+            f"{place} gpu_directive = {site.gpu_directive!r} has braces around other text than "
             "gpus; write {gpus} where the number of devices is."
         ) from None
     if site.first_cores and site.gpus_per_node % len(site.first_cores):
