@@ -108,6 +108,15 @@ def test_lumis_masks_bind_the_tasks_of_a_whole_node(capsys):
 
 
 @pytest.mark.usefixtures("no_plan")
+def test_a_job_on_some_devices_of_a_node_says_how_many_it_uses(capsys):
+    _, half = write(capsys, "--site", "aurora", "--gpus_per_node", "6")
+    _, whole = write(capsys, "--site", "aurora")
+    _, generic = write(capsys, "pbs", "--gpus_per_node", "2")
+    assert "The job uses 6 of the 12 devices of each node.\n" in half
+    assert "devices of each node" not in whole + generic
+
+
+@pytest.mark.usefixtures("no_plan")
 def test_juwels_ranks_meet_at_the_infiniband_name_of_a_host(capsys):
     script, _ = write(capsys, "--site", "juwels-booster", "--nodes", "2", "--time", "1:00:00")
     assert directives(script)["gres"] == "gpu:4"

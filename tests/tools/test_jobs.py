@@ -573,6 +573,10 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
         (["--site", "frontier", "--nodes", "80"], "batch (1-91 nodes, 2 h)"),
         (["--site", "aurora", "--nodes", "32"], "No queue takes --nodes 32 for 360 minutes."),
+        (
+            ["--site", "polaris", "--time", "60", "--gpus_per_node", "8"],
+            "--gpus_per_node 8 is more than the 4 devices of a node in debug of --site polaris;",
+        ),
         (["--site", "aurora", "--cpus_per_gpu", "9"], "more than the 4 cores that this site has"),
         (["lsf"], "lsf"),
         (["slurm", "--sweep", "seed=1,2"], "--sweep is now a program with a table"),

@@ -289,6 +289,7 @@ def _place_job(options: JobOptions, *, is_array: bool) -> tuple[JobOptions, Site
     queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
     site = site.for_queue(queue)
     job = replace(_fill_in_site(options, site), queue=queue)
+    _check_devices(job, site)
     _check_minutes(job, minutes)
     return job, site
 
@@ -316,6 +317,16 @@ def _fill_in_site(options: JobOptions, site: Site) -> JobOptions:
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
         launcher=options.launcher or site.launcher,
     )
+
+
+def _check_devices(job: JobOptions, site: Site) -> None:
+    """Refuse more ranks on a node than the site's node has devices."""
+    assert job.gpus_per_node is not None
+    if site.device is not None and job.gpus_per_node > site.gpus_per_node:
+        raise ConfigError(
+            f"--gpus_per_node {job.gpus_per_node} is more than the {site.gpus_per_node} devices of "
+            f"a node in {job.queue} of --site {job.site}; choose a smaller number, or leave it out."
+        )
 
 
 def _check_minutes(job: JobOptions, minutes: int) -> None:

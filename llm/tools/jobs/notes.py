@@ -48,6 +48,10 @@ def describe_script(
         plan: Sentences about memory and time; empty if they have not been planned.
     """
     lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
+    if site.device is not None and job.gpus_per_node != site.gpus_per_node:
+        lines.append(
+            f"The job uses {job.gpus_per_node} of the {site.gpus_per_node} devices of each node."
+        )
     lines += [*unfilled_notes(job, site), *queue_notes(job, site), *input_notes(config), *plan]
     if not plan:
         command = plan_command(job, site.device, trainer_arguments)
