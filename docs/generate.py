@@ -266,6 +266,8 @@ def site_tables(name: str) -> str:
         first, last = queue.pop("min_nodes", 1), queue.pop("max_nodes", None)
         nodes = f"{first:,} to {last:,}" if last else f"from {first:,}"
         name, hours = f"`{queue.pop('name')}`", queue.pop("hours", "")
+        if (max_jobs := queue.pop("max_jobs", None)) is not None:
+            queue["jobs"] = f"{max_jobs} job{'s' if max_jobs > 1 else ''} per user"
         remarks = [
             SITE_LABELS.get(label, label) if value is True else str(value)
             for label, value in queue.items()

@@ -129,7 +129,7 @@ def test_a_preemptable_queue_is_named_with_a_warning(capsys):
     argv = ["pbs", "--site", "polaris", "--nodes", "8", "--account", "me", "--time"]
     _, short = write(capsys, *argv, "1:00:00")
     _, long = write(capsys, *argv, "6:00:00")
-    assert "The job goes to the queue debug-scaling (1-10 nodes, 1 h).\n" in short
+    assert "The job goes to the queue debug-scaling (1-10 nodes, 1 h, 1 job per user).\n" in short
     assert "ended" not in short
     assert "The job goes to the queue preemptable (1-10 nodes, 72 h).\n" in long
     assert "A job in preemptable can be ended at any time: save often.\n" in long

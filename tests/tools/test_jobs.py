@@ -528,6 +528,17 @@ def test_the_polaris_queue_depends_on_the_size_of_the_job(nodes, time, queue, ca
     assert ("#PBS -r y" in script) == (queue == "preemptable")
 
 
+def test_chains_and_arrays_avoid_queues_with_fewer_jobs_per_user(capsys):
+    argv = ["--site", "polaris", "--nodes", "4", "--time", "1:00:00"]
+    assert "#PBS -q debug-scaling\n" in write(capsys, *argv)
+    assert "#PBS -q preemptable\n" in write(capsys, *argv, "--chain")
+    assert "#PBS -q preemptable\n" in write(capsys, "sweep", *argv, "--", *SWEEP)
+    two = write(capsys, *argv, "--chain", "--queue", "capacity")
+    many = write(capsys, *argv, "--chain", "--queue", "preemptable")
+    assert "#     for _ in 2; do" in two
+    assert "#     for _ in 2 3 4; do" in many
+
+
 def test_aurora_frontier_and_perlmutter_scripts_have_required_directives(capsys):
     aurora = write(capsys, "--site", "aurora", "--nodes", "2")
     assert "-l filesystems=home:flare" in aurora
@@ -573,6 +584,14 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
         (["--site", "frontier", "--nodes", "80"], "batch (1-91 nodes, 2 h)"),
         (["--site", "aurora", "--nodes", "32"], "No queue takes --nodes 32 for 360 minutes."),
+        (
+            ["--site", "polaris", "--chain", "--time", "60", "--queue", "debug-scaling"],
+            "--queue debug-scaling does not take 2 jobs at once with --nodes 1 for 60 minutes.",
+        ),
+        (
+            ["sweep", "--site", "polaris", "--queue", "capacity", "--", *SWEEP],
+            "--queue capacity does not take 4 jobs at once with --nodes 1 for 360 minutes.",
+        ),
         (
             ["--site", "polaris", "--time", "60", "--gpus_per_node", "8"],
             "--gpus_per_node 8 is more than the 4 devices of a node in debug of --site polaris;",

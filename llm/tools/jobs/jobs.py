@@ -237,7 +237,7 @@ def job_script(
     """
     if not trainer_arguments:
         raise ConfigError(_NO_TRAINER_OPTIONS)
-    job, site = _place_job(options, is_array=bool(member_arguments))
+    job, site = _place_job(options, num_members=len(member_arguments))
     minutes = read_minutes(job.time)
     # Time for the job to start and to save its last checkpoint.
     exit_after = minutes - max(15, minutes // 20) if job.chain else None
@@ -255,6 +255,7 @@ def job_script(
         has_whole_nodes=job.nodes > 1
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
+        chain_jobs=min([4, *(row.max_jobs for row in site.queues if row.name == job.queue)]),
         trainer=_option_rows(all_arguments),
         made_by=shell_line(without_output(command)),
     )
@@ -272,7 +273,7 @@ def job_script(
     return text, notes
 
 
-def _place_job(options: JobOptions, *, is_array: bool) -> tuple[JobOptions, Site]:
+def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Site]:
     """Return a job with the values of its site and queue, and its site with the queue's nodes.
 
     Raises:
@@ -283,10 +284,13 @@ def _place_job(options: JobOptions, *, is_array: bool) -> tuple[JobOptions, Site
     _check_scheduler(
         replace(options, scheduler=options.scheduler or site.schedulers[0]),
         site,
-        is_array=is_array,
+        is_array=num_members > 0,
     )
     num_nodes = options.nodes + options.spare_nodes
-    queue = choose_queue(site, queue_name=options.queue, nodes=num_nodes, minutes=minutes)
+    num_jobs = 2 if options.chain else max(1, num_members)
+    queue = choose_queue(
+        site, queue_name=options.queue, nodes=num_nodes, minutes=minutes, jobs=num_jobs
+    )
     site = site.for_queue(queue)
     job = replace(_fill_in_site(options, site), queue=queue)
     _check_devices(job, site)

@@ -12,7 +12,7 @@
 # of jobs. Each job starts only if the previous one has not finished the training:
 #
 #     JOB=$(qsub "$SCRIPT")
-#     for _ in 2 3 4; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
+#     for _ in {{ range(2, chain_jobs + 1) | join(" ") }}; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
 {% else %}
 # Submit this script with qsub. Submit it again, and the run resumes from its newest checkpoint. In
 # an interactive session:

@@ -27,6 +27,8 @@ class Queue:
         min_nodes: Nodes of its smallest job.
         max_nodes: Nodes of its largest job; by default unknown, so any number is accepted.
         hours: Its time limit; by default unknown, so any time is accepted.
+        max_jobs: Jobs of a user that may be queued or running; by default unknown, so any number is
+            accepted.
         preemptable: Whether a job can be ended at any time.
         device: Device of its nodes, if it differs from the site's.
         gpus_per_node: Devices of its nodes, if their number differs from the site's.
@@ -37,14 +39,19 @@ class Queue:
     min_nodes: int = 1
     max_nodes: float = math.inf
     hours: float = math.inf
+    max_jobs: float = math.inf
     preemptable: bool = False
     device: str | None = None
     gpus_per_node: int | None = None
     cpus_per_gpu: int | None = None
 
-    def accepts(self, *, nodes: int, minutes: int) -> bool:
-        """Return whether a job of this size and duration may run in the queue."""
-        return self.min_nodes <= nodes <= self.max_nodes and minutes <= 60 * self.hours
+    def accepts(self, *, nodes: int, minutes: int, jobs: int = 1) -> bool:
+        """Return whether this number of jobs with this size and duration may be in the queue."""
+        return (
+            self.min_nodes <= nodes <= self.max_nodes
+            and minutes <= 60 * self.hours
+            and jobs <= self.max_jobs
+        )
 
     @property
     def limits(self) -> str:
@@ -54,7 +61,10 @@ class Queue:
             nodes = f"{self.min_nodes}-{self.max_nodes:g}"
         if self.hours < math.inf:
             hours = f"{self.hours:g} h"
-        return f"{nodes} nodes, {hours}"
+        jobs = ""
+        if self.max_jobs < math.inf:
+            jobs = f", {self.max_jobs:g} job{'s' if self.max_jobs > 1 else ''} per user"
+        return f"{nodes} nodes, {hours}{jobs}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,8 +320,17 @@ def find_site(name: str) -> Site:
     return site
 
 
-def choose_queue(site: Site, *, queue_name: str | None, nodes: int, minutes: int) -> str:
-    """Return the queue that you name, or the site's first one that accepts a job of this size.
+def choose_queue(
+    site: Site, *, queue_name: str | None, nodes: int, minutes: int, jobs: int = 1
+) -> str:
+    """Return the queue that you name, or the site's first one that accepts jobs of this size.
+
+    Args:
+        site: The site.
+        queue_name: The queue that you name, if any.
+        nodes: Nodes of each job.
+        minutes: Time limit of each job.
+        jobs: Number of jobs that are queued at once: members of an array, or 2 for a chain.
 
     Raises:
         ConfigError: No queue, or not the named one, accepts the job.
@@ -320,14 +339,15 @@ def choose_queue(site: Site, *, queue_name: str | None, nodes: int, minutes: int
     if not queues:
         return queue_name or "__QUEUE__"
     for queue in queues:
-        if queue.accepts(nodes=nodes, minutes=minutes):
+        if queue.accepts(nodes=nodes, minutes=minutes, jobs=jobs):
             return queue.name
     flag = queue_flag(site)
     offers = ", ".join(f"{queue.name} ({queue.limits})" for queue in queues)
     verb = "No queue takes" if queue_name is None else f"{flag} {queue_name} does not take"
+    subject = f"{jobs} jobs at once with " if jobs > 1 else ""
     raise ConfigError(
-        f"{verb} --nodes {nodes} for {minutes} minutes. There are {offers}; change --nodes, "
-        f"--time or {flag}."
+        f"{verb} {subject}--nodes {nodes} for {minutes} minutes. There are {offers}; "
+        f"change --nodes, --time or {flag}."
     )
 
 
