@@ -255,7 +255,9 @@ def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     config = parse_args(shlex.split(told[2]))
     values = (config.seed, config.output_dir, config.resume_from_checkpoint)
     assert values == (2, "runs/mine", True)
-    assert (config.exit_after == 165) == (path.stem == "chain")
+    ends = {"pretrain": 165, "tensor_pipeline": 165, "chain": 165, "polaris_single": 45}
+    end = ends.get(path.stem, 342) if path.suffix == ".pbs" else None
+    assert config.exit_after == end
     if path.suffix == ".pbs":  # outside a job, on this host only
         assert told[1].startswith("torchrun --standalone --nproc_per_node=")
 
@@ -526,6 +528,25 @@ def test_the_polaris_queue_depends_on_the_size_of_the_job(nodes, time, queue, ca
     script = write(capsys, "--site", "polaris", "--nodes", nodes, "--time", time)
     assert f"\n#PBS -q {queue}\n" in script
     assert ("#PBS -r y" in script) == (queue == "preemptable")
+
+
+@pytest.mark.parametrize("program", [[], ["sweep"]], ids=["a job", "an array"])
+def test_a_pbs_run_saves_before_the_time_limit_unless_told_otherwise(program, capsys):
+    argv = [*program, "pbs", "--time"]
+    rest = ["--", *SWEEP] if program else []
+    for time, minutes in (("6:00:00", "342"), ("1:00:00", "45")):
+        options = options_of(write(capsys, *argv, time, *rest))
+        assert options[options.index("--exit_after") + 1] == minutes
+    assert "--exit_after" not in write(capsys, *argv, "0:30:00", *rest)
+    trainer = [*default_trainer(tuple(argv)), "--exit_after", "20"]
+    options = options_of(write(capsys, *argv, "6:00:00", *rest, trainer=trainer))
+    assert options.count("--exit_after") == 1
+
+
+def test_the_end_that_a_configuration_sets_is_kept(tmp_path, capsys):
+    (tmp_path / "my.toml").write_text(f'{MY_DATA}output_dir = "runs/a"\nexit_after = 20\n')
+    script = write(capsys, "pbs", trainer=["--config", str(tmp_path / "my.toml")])
+    assert "--exit_after" not in options_of(script)
 
 
 def test_chains_and_arrays_avoid_queues_with_fewer_jobs_per_user(capsys):

@@ -239,9 +239,14 @@ def job_script(
         raise ConfigError(_NO_TRAINER_OPTIONS)
     job, site = _place_job(options, num_members=len(member_arguments))
     minutes = read_minutes(job.time)
-    # Time for the job to start and to save its last checkpoint.
-    exit_after = minutes - max(15, minutes // 20) if job.chain else None
-    added_arguments = _resume_arguments(trainer_arguments, exit_after)
+    exit_after = None
+    if job.scheduler == "pbs" and minutes > _MIN_MINUTES:
+        # PBS kills a job soon after its time limit, so the run ends by itself. The job needs time
+        # to start and to save its last checkpoint.
+        exit_after = minutes - max(15, minutes // 20)
+    first_arguments = [*trainer_arguments, *(member_arguments[0] if member_arguments else ())]
+    sets_end = parse_args(first_arguments).exit_after is not None
+    added_arguments = _resume_arguments(trainer_arguments, None if sets_end else exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
     arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
     *_, config = [_check_run(job, arguments) for arguments in arguments_of_runs]
@@ -369,9 +374,7 @@ def _check_scheduler(job: JobOptions, site: Site, *, is_array: bool) -> None:
 def _resume_arguments(trainer_arguments: Sequence[str], exit_after: int | None) -> list[str]:
     """Return the arguments that make the trainer end in time and resume, if they are missing."""
     option_names = {option_name(word) for word in trainer_arguments if word.startswith("--")}
-    arguments = []
-    if exit_after is not None and "exit_after" not in option_names:
-        arguments += ["--exit_after", str(exit_after)]
+    arguments = [] if exit_after is None else ["--exit_after", str(exit_after)]
     if not option_names & {"resume_from_checkpoint", "no_resume_from_checkpoint"}:
         arguments.append("--resume_from_checkpoint")
     return arguments

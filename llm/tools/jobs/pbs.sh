@@ -14,6 +14,9 @@
 #     JOB=$(qsub "$SCRIPT")
 #     for _ in {{ range(2, chain_jobs + 1) | join(" ") }}; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
 {% else %}
+{% if exit_after is not none %}
+# Before the time limit, the run saves a checkpoint and ends, also if it has not finished.
+{% endif %}
 # Submit this script with qsub. Submit it again, and the run resumes from its newest checkpoint. In
 # an interactive session:
 #
@@ -69,7 +72,7 @@ set -- ${CONFIG:+"$CONFIG"} "$@"
 {% include 'members.sh' %}
 {% else %}
 if (($#)); then
-    OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if job.chain }}--config "$@")
+    OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if exit_after is not none }}--config "$@")
 fi
 {% endif %}
 
