@@ -81,6 +81,24 @@ def test_tokens_per_parameter_set_the_budget_and_the_log_says_its_cost(bench):
     assert "length: 9 steps, 36 samples" in run.output
 
 
+def test_a_run_that_repeats_its_data_more_than_four_times_is_warned(bench):
+    batch = {"per_device_train_batch_size": 64, "max_train_steps": None}
+    long = {**batch, "max_train_samples": 1152}
+    warned = bench.train_well("warned", **long)
+    allowed = bench.train_well("allowed", max_epochs=5, **long)
+    short = bench.train_well("short", max_train_tokens=34_688, **batch)
+
+    # Four times 271 windows of 32 tokens are 34,688 tokens.
+    assert "1,152 samples, 4.251 epochs" in warned.output
+    assert (
+        "The run takes 4.3 epochs of its data, and text that is repeated more than 4 times "
+        "teaches little: set --max_duration to '34688 tokens' at most, or allow the epochs with "
+        "--max_epochs 5.\n"
+    ) in warned.output
+    assert "1,084 samples, 4 epochs" in short.output
+    assert "teaches little" not in allowed.output + short.output
+
+
 def test_warmup_and_decay_longer_than_the_budget_are_refused(bench):
     options = {"max_train_tokens": "2K", "num_warmup_tokens": "1K", "num_decay_tokens": "1.5K"}
     options |= {"lr_scheduler_type": "warmup_stable_decay", "max_train_steps": None}

@@ -5,6 +5,7 @@ import math
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import accelerate
@@ -35,6 +36,9 @@ from llm.trainers.gpt.training_run import TrainingRun
 
 logger = logging.getLogger("llm")
 
+_MAX_USEFUL_EPOCHS = 4
+"""Epochs of a source, above which the log warns."""
+
 
 def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
     """Log preset, model, data, batch arithmetic, ranks, precision and versions."""
@@ -52,6 +56,7 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
             logger.info(f"--{option} changes nothing {reason}.")
         _log_stages(run)
         _log_sources(run, run.batch_plan.total_samples, "will serve")
+        _warn_about_repeated_data(run)
         for line in run.layout.describe():
             logger.info(line)
     for line in strategy.run_optimizer.describe().splitlines():
@@ -277,6 +282,34 @@ def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
                 f"source {source.name} {verb} {count:,} samples ({count / num_samples:.2%}), "
                 f"{count / num_windows:.4g} epochs of its data"
             )
+
+
+def _warn_about_repeated_data(run: TrainingRun) -> None:
+    """Warn about the most repeated source, unless an option sets epochs.
+
+    Up to four epochs are almost worth as much as new text (Muennighoff et al. 2023, "Scaling
+    Data-Constrained Language Models").
+    """
+    num_samples = run.batch_plan.total_samples
+    if run.config.max_epochs or run.config.max_duration.unit == "epochs" or not num_samples:
+        return
+    counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
+    epochs = [
+        Fraction(count, run.samples.epoch_samples(source_index)) if count else Fraction(0)
+        for source_index, count in enumerate(counts)
+    ]
+    max_epochs = max(epochs)
+    if max_epochs <= _MAX_USEFUL_EPOCHS:
+        return
+    source = run.corpus.train[epochs.index(max_epochs)]
+    source_label = "its data" if len(counts) == 1 else f"the source {source.name}"
+    num_tokens = int(num_samples * _MAX_USEFUL_EPOCHS / max_epochs) * run.block_size
+    logger.warning(
+        f"The run takes {float(max_epochs):,.1f} epochs of {source_label}, and text that "
+        f"is repeated more than {_MAX_USEFUL_EPOCHS} times teaches little: set --max_duration to "
+        f"'{num_tokens} tokens' at most, or allow the epochs with --max_epochs "
+        f"{math.ceil(max_epochs)}."
+    )
 
 
 def log_end(
