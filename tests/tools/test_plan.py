@@ -532,6 +532,14 @@ def test_a_fraction_of_a_node_hour_is_not_rounded_to_0(capsys):
     assert re.search(r"1,000,000,000 tokens take 2\.\d hours, [1-9]\.\d\d node-hours", printed)
 
 
+def test_a_length_in_epochs_needs_the_number_of_tokens(capsys):
+    assert main([*WORDS, "--memory_gib", "64", "--max_duration", "2 epochs"]) == 0
+    assert (
+        "\ndays: the length of 2 epochs depends on the data: give --num_tokens, or --max_duration "
+        "in tokens or steps\n"
+    ) in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys):
     assert main([*WORDS, "--memory_gib", "0.001"]) == 1
     assert "nor another layout of these devices helps" in capsys.readouterr().out

@@ -261,7 +261,10 @@ def _format_run_time(job: Job, plan: Estimate) -> str:
     """Return the line about the time of the whole run, or how to learn it."""
     budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
     if days is None:
-        return "days: give --num_tokens or a length, such as --max_duration"
+        return (
+            f"days: the length of {job.options.max_duration} depends on the data: give "
+            "--num_tokens, or --max_duration in tokens or steps"
+        )
     node_hours = days * 24 * job.options.nodes
     digits = 0 if node_hours >= 10 else 2
     return f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours"
