@@ -225,9 +225,9 @@ def migration_page(page: str) -> str:
         )
         answer = answer.replace("Extend it, in the documentation", "[Extend it](../extend.md)")
         answers.setdefault(answer, []).append(name)
-    lines = ["| There | Here |", "|---|---|"]
+    lines = []
     for answer, names in answers.items():
-        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {answer} |")
+        lines.append(f"- {', '.join(f'`{name}`' for name in names)}: {answer}")
     markers = "<!-- Hugging Face -->", "<!-- end of Hugging Face -->"
     return replace_between(page, *markers, "\n".join(lines))
 
