@@ -20,7 +20,7 @@ from llm.runtime.claims import Claim
 from llm.tools.sweep.member_state import read_outcome
 from llm.tools.sweep.members import Base, Member, grid_members, option_arguments
 from llm.tools.sweep.run_members import MemberRuns
-from llm.tools.sweep.slots import Slot, find_slots
+from llm.tools.sweep.slots import Slot
 from llm.tools.sweep.sweep import main, make_table
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.processes import wait_until
@@ -602,56 +602,6 @@ def test_a_trial_that_was_killed_on_another_machine_is_resumed(tmp_path, monkeyp
     sweep.end(name)
     sweep.runs.run()
     assert sweep.states() == {name: "finished"}
-
-
-SLURM = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]", "SLURMD_NODENAME": "n1"}
-
-
-def test_members_get_disjoint_nodes_of_a_slurm_job(capsys):
-    slots = find_slots(SLURM, nodes=2, folder=Path("s"))
-    assert capsys.readouterr().err == (
-        "A member takes 2 nodes, so this job has 1 node without work: n5.\n"
-    )
-    assert [slot.hosts for slot in slots] == [("n1", "n2"), ("n3", "n4")]
-    command = slots[1].command(["--seed=1"], nproc_per_node=4)
-    assert command[:6] == [
-        *("srun", "--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"),
-        "--nodelist=n3,n4",
-    ]
-    assert "--rdzv_endpoint=n3:20019" in command
-    assert command[-3:] == ["-m", "llm.trainers.gpt", "--seed=1"]
-
-
-def test_members_get_disjoint_nodes_of_a_pbs_job(tmp_path):
-    (tmp_path / "nodes").write_text("x1\nx1\nx2\n")
-    job = {"PBS_JOBID": "17.polaris", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    slots = find_slots(job, nodes=1, folder=tmp_path / "s")
-    assert [slot.hosts for slot in slots] == [("x1",), ("x2",)]
-    command = slots[1].command(["--seed=1"], nproc_per_node=4)
-    host_file = tmp_path / "s/.hosts-17-x2"
-    assert command[:7] == ["mpiexec", "--hostfile", str(host_file), "-n", "1", "--ppn", "1"]
-    assert host_file.read_text() == "x2\n"
-    assert "--standalone" in command
-
-
-def test_two_jobs_on_one_node_have_separate_files_of_hosts(tmp_path):
-    for job in ("17", "18"):
-        (tmp_path / job).write_text(f"x1\nx{job}\n")
-        environ = {"PBS_JOBID": f"{job}.polaris", "PBS_NODEFILE": str(tmp_path / job)}
-        [slot] = find_slots(environ, nodes=2, folder=tmp_path / "s")
-        assert slot.launcher[2] == str(tmp_path / f"s/.hosts-{job}-x1")
-    assert (tmp_path / "s/.hosts-17-x1").read_text() == "x1\nx17\n"
-
-
-def test_a_machine_and_a_job_of_one_node_run_one_member_after_another():
-    one_node = {**SLURM, "SLURM_JOB_NODELIST": "n1"}
-    for environ in ({}, one_node):
-        assert find_slots(environ, nodes=1, folder=Path("s")) == [Slot()]
-    assert Slot().command(["--seed=1"], nproc_per_node=1)[1:] == ["-m", "llm", "train", "--seed=1"]
-    assert "--nproc_per_node=auto" in Slot().command([], nproc_per_node="auto")
-    # salloc's shell is on the login node.
-    login = {name: value for name, value in one_node.items() if name != "SLURMD_NODENAME"}
-    assert [slot.hosts for slot in find_slots(login, nodes=1, folder=Path("s"))] == [("n1",)]
 
 
 @pytest.mark.faults

@@ -6,17 +6,18 @@ the draft names the missing values.
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from llm.errors import ConfigError
 from llm.tools.jobs.sites import NOBODY
 from llm.tools.plan.card_names import device_of_card
+from llm.tools.sweep.slots import has_pals
 
 _TIMEOUT_SECONDS = 20
 _SINFO_FIELDS = "%R|%l|%s|%D|%c|%G|%M"
@@ -239,8 +240,7 @@ def _ask_pbs(draft: Draft) -> None:
     draft.node, system = read_pbsnodes(draft.ask("pbsnodes", "-a") or "")
     if system is not None:
         draft.values["system"] = system
-    mpiexec = shutil.which("mpiexec")
-    if mpiexec is not None and "pals" in str(Path(mpiexec).resolve()):
+    if has_pals(os.environ):
         draft.values["pals"] = True
 
 

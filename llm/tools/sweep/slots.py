@@ -55,7 +55,9 @@ class Slot:
         return [*self.launcher, *command]
 
 
-def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[Slot]:
+def find_slots(
+    environ: Mapping[str, str], *, nodes: int, nproc_per_node: int | str, folder: Path
+) -> list[Slot]:
     """Return the slots of this machine or job: disjoint nodes, `nodes` for each.
 
     Nodes that remain are named on stderr.
@@ -63,10 +65,12 @@ def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[
     Args:
         environ: The environment variables.
         nodes: Nodes of a member.
+        nproc_per_node: Processes of a member on each node, or `auto`.
         folder: Folder of the sweep, for the host files of mpiexec.
 
     Raises:
-        ConfigError: There are fewer nodes, or several processes run this program.
+        ConfigError: There are fewer nodes, several processes run this program, or the job's
+            variables do not allow torchrun.
     """
     if read_rank_variables(environ):
         raise ConfigError(
@@ -78,6 +82,13 @@ def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[
     if nodes > max(1, len(hosts)):
         place = f"this job has {len(hosts)}" if hosts else "this is a single machine without a job"
         raise ConfigError(f"--nodes {nodes} is the number of nodes of a member, and {place}.")
+    is_single_process = nodes == 1 and nproc_per_node == 1
+    if hosts and environ.get("CCL_PROCESS_LAUNCHER") == "pmix" and not is_single_process:
+        raise ConfigError(
+            "CCL_PROCESS_LAUNCHER is pmix, as on Aurora, so oneCCL needs ranks that mpiexec "
+            "starts, and a sweep within a job starts them by torchrun: use llm-trainers jobs "
+            "sweep pbs --site aurora, which writes an array with a job for each member."
+        )
     if len(hosts) <= 1 and is_on_host:
         return [Slot()]
     job_digits = re.sub(r"\D", "", environ.get("SLURM_JOB_ID") or environ.get("PBS_JOBID", ""))
@@ -96,20 +107,36 @@ def find_slots(environ: Mapping[str, str], *, nodes: int, folder: Path) -> list[
 
 
 def _launcher_words(environ: Mapping[str, str], hosts: Sequence[str], folder: Path) -> list[str]:
-    """Return the words that start a process on each of some nodes of a job."""
+    """Return the words that start a process with all cores of the job on each of some nodes."""
     num_nodes = len(hosts)
     if "SLURM_JOB_ID" in environ:
         launcher = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
         launcher += ["--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
-        launcher.append("--kill-on-bad-exit=1")
-        # srun does not inherit it from sbatch.
-        num_cores = environ.get("SLURM_CPUS_PER_TASK")
-        return [*launcher, *([] if num_cores is None else [f"--cpus-per-task={num_cores}"])]
+        launcher += ["--kill-on-bad-exit=1", "--cpu-bind=none"]
+        return [*launcher, *_slurm_core_options(environ)]
     folder.mkdir(parents=True, exist_ok=True)
     job = environ.get("PBS_JOBID", "").partition(".")[0]
     host_file = folder / f".hosts-{job}-{hosts[0]}"  # jobs may share the folder and the host
     write_whole(host_file, "".join(f"{host}\n" for host in hosts))
     launcher = ["mpiexec", "--hostfile", str(host_file), "-n", str(num_nodes), "--ppn", "1"]
-    # By default, the mpiexec of HPE's PALS binds a process to a single core.
-    is_pals = "/pals/" in os.path.realpath(shutil.which("mpiexec") or "")
-    return [*launcher, *(["--cpu-bind", "none"] if is_pals else [])]
+    # By default, PALS binds a process to a single core. Other launchers do not know the option.
+    return [*launcher, *(["--cpu-bind", "none"] if has_pals(environ) else [])]
+
+
+def _slurm_core_options(environ: Mapping[str, str]) -> list[str]:
+    """Return srun's option for the cores of all the job's tasks on a node.
+
+    Without it, the step has all cores. srun does not inherit the number from sbatch in all
+    versions.
+    """
+    if "SLURM_CPUS_PER_TASK" not in environ:
+        return []
+    counts = environ.get("SLURM_TASKS_PER_NODE", "1").split(",")  # such as 4(x2),3
+    num_tasks = min(int(count.partition("(")[0]) for count in counts)
+    return [f"--cpus-per-task={num_tasks * int(environ['SLURM_CPUS_PER_TASK'])}"]
+
+
+def has_pals(environ: Mapping[str, str]) -> bool:
+    """Return whether mpiexec is the launcher of HPE's PALS, which has its own options."""
+    mpiexec = shutil.which("mpiexec", path=environ.get("PATH"))
+    return mpiexec is not None and "/pals/" in os.path.realpath(mpiexec)

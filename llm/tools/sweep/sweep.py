@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     )
     slots = []
     if not options.status:
-        slots = find_slots(os.environ, nodes=options.nodes, folder=base.folder)
+        slots = find_slots(
+            os.environ, nodes=options.nodes, nproc_per_node=nproc_per_node, folder=base.folder
+        )
     trials = None
     if options.sampler is not None:
         trials = _open_trials(options, base, members[0], nproc_per_node=nproc_per_node)
