@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash -l
 # Pretrain on 2 nodes of 8 GPUs through Slurm, with one task per GPU.
 # Submit it with sbatch. Its options override the directives below. A CONFIG.toml and options after
 # the name of this script replace OPTIONS:
@@ -60,6 +60,10 @@ fi
 # The scripts of modules and environments may read arguments, use unset variables, and run commands
 # that fail. So they run without arguments and before `set`.
 set --
+if ! type module > /dev/null 2>&1; then
+    echo "This shell has no command 'module'; submit the script, or start it by bash -l." >&2
+    exit 2
+fi
 module load rocm rccl-net-plugin
 export NCCL_SOCKET_IFNAME=hsn0
 

@@ -549,6 +549,28 @@ def test_the_end_that_a_configuration_sets_is_kept(tmp_path, capsys):
     assert "--exit_after" not in options_of(script)
 
 
+@pytest.mark.parametrize("site", ["polaris", "frontier"])
+def test_a_script_with_modules_stops_in_a_shell_without_them(site, tmp_path, capsys):
+    make_environment(tmp_path / "venv")
+    argv = ["--site", site, "--time", "1:00:00"]
+    path = tmp_path / "script"
+    for program, options in ([], TRAINER), (["prepare"], PREPARE):
+        path.write_text(write(capsys, *program, *argv, "--account", "me", trainer=options))
+        assert path.read_text().startswith("#!/bin/bash -l\n")
+        done = subprocess.run(
+            ["bash", str(path)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", **RECORD},
+        )
+        assert (done.returncode, done.stderr) == (
+            2,
+            "This shell has no command 'module'; submit the script, or start it by bash -l.\n",
+        )
+    assert write(capsys, "pbs").startswith("#!/bin/bash\n")
+
+
 def test_chains_and_arrays_avoid_queues_with_fewer_jobs_per_user(capsys):
     argv = ["--site", "polaris", "--nodes", "4", "--time", "1:00:00"]
     assert "#PBS -q debug-scaling\n" in write(capsys, *argv)

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash{{ ' -l' if site.has_modules }}
 {% set in_container = false %}
 {% set per_node = "ncpus=%d:ngpus=%d" | format(job.gpus_per_node * job.cpus_per_gpu, job.gpus_per_node) %}
 {% set nodefile = "$NODEFILE" if job.spare_nodes else "$PBS_NODEFILE" %}
@@ -21,7 +21,7 @@
 # an interactive session:
 #
 #     qsub -I -A ALLOCATION -q debug -l select=1:{{ node }} -l walltime=1:00:00{{ " -l filesystems=" ~ site.filesystems if site.filesystems }}
-#     bash SCRIPT
+#     bash {{ "-l " if site.has_modules }}SCRIPT
 {% endif %}
 #
 {% if not members %}

@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash{{ ' -l' if site.has_modules }}
 {% set in_container = false %}
 {% set cores = "ncpus=%d" | format(site.gpus_per_node * site.cpus_per_gpu) %}
 # Prepare token files on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} through PBS, with one process per node on all of its cores.

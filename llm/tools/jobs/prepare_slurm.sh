@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash{{ ' -l' if site.has_modules }}
 {% set in_container = false %}
 # Prepare token files on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} through Slurm, with one process per node on all of its cores.
 # Submit it with sbatch. Its options override the directives below. Options of llm-trainers prepare after

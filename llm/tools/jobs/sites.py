@@ -150,6 +150,11 @@ class Site:
         """Names of the facts that the sources do not tell."""
         return [name for name in FACTS if getattr(self, name) is None]
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether `set_up` calls `module`, which only login shells are sure to have."""
+        return any(line.split()[:1] == ["module"] for line in self.set_up.splitlines())
+
     def is_preemptable(self, queue_name: str) -> bool:
         """Return whether a job in this queue can be ended at any time."""
         return any(queue.preemptable for queue in self.queues if queue.name == queue_name)

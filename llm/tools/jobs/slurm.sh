@@ -1,4 +1,4 @@
-#!/bin/bash
+#!/bin/bash{{ ' -l' if site.has_modules }}
 {% set in_container = job.container %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
 {% if members %}
