@@ -240,6 +240,21 @@ def test_a_script_for_a_site_comes_with_the_plan_of_its_run(capsys):
     assert "--device" not in said
 
 
+def test_a_plan_longer_than_the_time_of_a_job_is_announced_with_a_remedy(capsys):
+    long = [*SMALL[:-1], "1000000"]
+    polaris = ["--site", "polaris", "--time", "1:00:00"]
+    sweep = ["sweep", *polaris, "--queue", "prod", "--nodes", "10", "--", "--output_dir", "s"]
+    members = [*SMALL[:8], *SMALL[10:-1], "1000000"]
+    _, single = write(capsys, *polaris, trainer=long)
+    _, array = write(capsys, *sweep, "--grid", "seed=1,2", trainer=members)
+    _, chain = write(capsys, *polaris, "--chain", trainer=long)
+    _, short = write(capsys, *polaris, trainer=SMALL)
+    sentence = r"The plan of [\d,.]+ hours is longer than --time 1:00:00: {}, or choose a longer"
+    assert re.search(sentence.format("add --chain"), single)
+    assert re.search(sentence.format("submit the script again"), array)
+    assert "is longer than --time" not in chain + short
+
+
 def test_a_run_that_cannot_be_planned_here_gets_its_script_and_the_command(capsys):
     model = ["--model_name_or_path", "./no-such-model", *TRAINER[2:]]
     _, said = write(

@@ -266,7 +266,7 @@ def job_script(
     )
     plan: list[str] = []
     if site.device is not None and not job.skip_plan:
-        plan = plan_notes(job, site.device, arguments_of_runs[0])
+        plan = plan_notes(job, site.device, arguments_of_runs[0], len(member_arguments))
     notes = describe_script(
         job,
         site,

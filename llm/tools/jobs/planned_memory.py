@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.tools.jobs.options import JobOptions
+from llm.tools.jobs.scripts import read_minutes
 
 
 def plan_command(job: JobOptions, device: str | None, arguments: Sequence[str]) -> list[str]:
@@ -23,7 +24,9 @@ def plan_command(job: JobOptions, device: str | None, arguments: Sequence[str]) 
     return [*command, *arguments]
 
 
-def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[str]:
+def plan_notes(
+    job: JobOptions, device: str, arguments: Sequence[str], num_members: int
+) -> list[str]:
     """Plan the run of a job; return sentences about its memory and time.
 
     Models on the Hub are planned only if they are in the cache, because a login node may have no
@@ -33,6 +36,7 @@ def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[s
         job: The job, with the site's values.
         device: Device of each rank by its name in `llm-trainers plan`.
         arguments: Arguments of the trainer.
+        num_members: Members of an array; 0 for a single job.
 
     Raises:
         ConfigError: The run does not fit the device's memory.
@@ -43,7 +47,7 @@ def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[s
     from llm.tools.plan.plan import summarize_plan
 
     try:
-        lines, fits = summarize_plan(command[2:])
+        lines, fits, hours = summarize_plan(command[2:])
     except ConfigError as error:
         return [
             f"Memory and time have not been planned: {error} Later, plan them by: "
@@ -56,4 +60,13 @@ def plan_notes(job: JobOptions, device: str, arguments: Sequence[str]) -> list[s
         raise ConfigError(
             f"{lines[0]}. {lines[1]} To write the script all the same, add --skip_plan."
         )
-    return [f"Plan: {line}" for line in lines]
+    notes = [f"Plan: {line}" for line in lines]
+    minutes = read_minutes(job.time)
+    if hours is not None and 60 * hours > minutes and not (job.chain or job.requeue):
+        flag = "--chain" if job.scheduler == "pbs" else "--requeue"
+        remedy = "submit the script again" if num_members else f"add {flag}"
+        notes.append(
+            f"The plan of {hours:,.1f} hours is longer than --time {job.time}: {remedy}, or choose "
+            "a longer --time."
+        )
+    return notes

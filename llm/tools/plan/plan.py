@@ -37,22 +37,24 @@ def main(argv: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool]:
+def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool, float | None]:
     """Plan a run for another program.
 
     Args:
         arguments: Options of `llm-trainers plan`.
 
     Returns:
-        A few lines about the plan, and whether the layout fits.
+        A few lines about the plan, whether the layout fits, and the hours of the whole run, which
+        are None if its tokens are unknown.
 
     Raises:
         ConfigError: The run cannot be planned.
     """
     job, _, plan, remedy = _make_plan(_parse_options(arguments))
-    from llm.tools.plan.render import format_summary
+    from llm.tools.plan.render import days_of_run, format_summary
 
-    return format_summary(job, plan, remedy), plan.fits
+    days = days_of_run(job, plan)
+    return format_summary(job, plan, remedy), plan.fits, None if days is None else 24 * days
 
 
 def _parse_options(arguments: Sequence[str]) -> PlanOptions:

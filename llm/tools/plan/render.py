@@ -113,7 +113,7 @@ def plan_json(
         remedy: Options that make it fit; None if it already fits, or nothing helps.
         estimates: Estimates of all layouts; None without a search.
     """
-    options, days, num_bytes = job.options, _days_of_run(job, plan), checkpoint_bytes(job)
+    options, days, num_bytes = job.options, days_of_run(job, plan), checkpoint_bytes(job)
     values = {
         "model": _model_name(job),
         "parameters": job.param_counts(1).parameters,
@@ -166,7 +166,7 @@ def _model_name(job: Job) -> str:
     return name if options.model_size is None else f"{name} {options.model_size}"
 
 
-def _days_of_run(job: Job, plan: Estimate) -> float | None:
+def days_of_run(job: Job, plan: Estimate) -> float | None:
     """Return the days of the whole run; None if its tokens are unknown."""
     budget = job.token_budget(plan.dims)
     return None if budget is None else budget / plan.tokens_per_second / _DAY_SECONDS
@@ -259,7 +259,7 @@ def _format_times(job: Job, plan: Estimate) -> list[str]:
 
 def _format_run_time(job: Job, plan: Estimate) -> str:
     """Return the line about the time of the whole run, or how to learn it."""
-    budget, days = job.token_budget(plan.dims), _days_of_run(job, plan)
+    budget, days = job.token_budget(plan.dims), days_of_run(job, plan)
     if days is None:
         return (
             f"days: the length of {job.options.max_duration} depends on the data: give "
