@@ -63,7 +63,7 @@ class ManyRanksOptions(ReportOptions):
         "sharded", "Whether ranks hold shards of the model, or the whole model.", group="Run"
     )
     before: str | None = option(
-        None, "Figures of an earlier version, to print beside these.", group="Run"
+        None, "Figures of an earlier version, for the same tables.", group="Run"
     )
 
 

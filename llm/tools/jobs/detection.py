@@ -332,7 +332,8 @@ def _read_cards(draft: Draft) -> list[str]:
 def _format_draft(draft: Draft) -> str:
     """Return the draft as a TOML file."""
     name = re.sub(r"[^\w-]", "-", draft.name, flags=re.ASCII).lower()
-    programs = ", ".join(dict.fromkeys(draft.programs)) or "no program"
+    programs = ", ".join(dict.fromkeys(draft.programs))
+    source = f" from {programs}" if programs else ", without an answer of a scheduler"
     today = datetime.now().astimezone().date().isoformat()
     node = draft.node
     values = {
@@ -344,7 +345,7 @@ def _format_draft(draft: Draft) -> str:
         "cpus_per_gpu": node.cpus_per_gpu,
     }
     lines = [
-        f"# A draft that llm-trainers jobs --detect wrote on {today} from {programs}.",
+        f"# A draft that llm-trainers jobs --detect wrote on {today}{source}.",
         "# Compare it with your site's pages. It lacks:",
         *(f"# - {item}" for item in draft.unknown),
         "",
