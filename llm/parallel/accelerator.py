@@ -65,7 +65,9 @@ def set_float32_precision(options: PrecisionOptions, device: torch.device) -> No
 
 def _has_float8_products(device: torch.device) -> bool:
     """Return whether a device is an NVIDIA GPU that multiplies in float8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_precision(options: PrecisionOptions, device: torch.device) -> None:
@@ -86,7 +88,7 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
                 "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
             )
     if options.fp8_head:
-        if not _has_float8_products(device) or torch.version.hip is not None:
+        if not _has_float8_products(device):
             raise ParallelError(
                 "--fp8_head needs an NVIDIA GPU of compute capability 8.9 or more, and this "
                 f"process runs on {device.type}; leave it out."

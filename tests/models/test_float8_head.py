@@ -123,6 +123,7 @@ def test_what_has_not_been_tried_with_it_is_refused(options, words):
         ("bf16", (9, 0), None, None),
         ("bf16", (8, 0), None, "needs an NVIDIA GPU of compute capability 8.9"),
         ("bf16", (9, 4), "7.0", "needs an NVIDIA GPU"),
+        ("fp8", (9, 0), "7.0", "fp8 needs an NVIDIA GPU"),
         ("fp16", (9, 0), None, "goes with --mixed_precision bf16 or fp8, not fp16"),
     ],
 )

@@ -24,7 +24,7 @@ from llm.tools.plan.batch_size import fit_batch_size
 from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, list_transfers, search
 from llm.tools.plan.job import DEVICES, Job
 from llm.tools.plan.memory import StagePlan, count_in_flight
-from llm.tools.plan.options import PlanOptions
+from llm.tools.plan.options import PlanOptions, check
 from llm.tools.plan.plan import main
 from llm.tools.plan.rank_model import (
     count_parameters,
@@ -604,6 +604,9 @@ def test_a_plot_has_the_colors_of_matplotlibs_settings(tmp_path):
         ("--context_parallel_size 2 --block_size 63", "cannot be cut into 4 equal chunks"),
         ("--links 5", "--links takes two numbers"),
         ("--data_parallel gossip", "--data_parallel gossip cannot be planned yet"),
+        ("--mixed_precision fp8 --device a100-80gb", "fp8 needs an NVIDIA GPU of compute"),
+        ("--mixed_precision fp8 --device mi250x", "the device is mi250x; use bf16 or no."),
+        ("--fp8_head --device pvc", "the device is pvc; leave it out."),
         ("--plot memory.doc", "must end in .png"),
         ("--memory_gib 1e308", "--memory_gib must be at most 1000000"),
         ("--per_device_train_batch_size 100000000000000000000", "exceeds the limit of"),
@@ -625,6 +628,11 @@ def test_the_option_names_every_device_of_the_table():
     for name in DEVICES:
         assert PlanOptions(device=name).device == name
     assert {"h100-80gb", "a100-40gb", "cpu"} <= DEVICES.keys()
+
+
+@pytest.mark.parametrize("device", ["h100-80gb", "h100-64gb", "h200-141gb", "gh200-96gb"])
+def test_float8_is_planned_for_the_devices_that_have_it(device):
+    check(PlanOptions(**{**SMALL, "device": device, "mixed_precision": "fp8"}))
 
 
 @pytest.mark.slow

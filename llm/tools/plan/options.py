@@ -4,9 +4,13 @@ from typing import ClassVar, Literal
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
+from llm.parallel.options import PrecisionOptions
 from llm.trainers.gpt.config import find_planned_run_problems
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import make_extensions
+
+_FLOAT8_DEVICES = ("h100-80gb", "h100-64gb", "h200-141gb", "gh200-96gb")
+"""Devices with matrix products in float8: NVIDIA GPUs of compute capability 8.9 or more."""
 
 
 @option_group("Plan")
@@ -77,7 +81,10 @@ def check(options: PlanOptions) -> None:
     Raises:
         ConfigError: One message with a sentence for each fault.
     """
-    problems = find_planned_run_problems(options)
+    problems = [
+        *find_planned_run_problems(options),
+        *find_float8_problems(options, options.device),
+    ]
     for extension in make_extensions(options):
         try:
             extension.bytes_per_parameter()
@@ -89,3 +96,24 @@ def check(options: PlanOptions) -> None:
         )
     if problems:
         raise ConfigError(" ".join(problems))
+
+
+def find_float8_problems(options: PrecisionOptions, device: str) -> list[str]:
+    """Return a sentence for each option that needs float8 products, if a device has none.
+
+    Args:
+        options: The precision of a run.
+        device: A device of `PlanOptions`.
+    """
+    if device in _FLOAT8_DEVICES:
+        return []
+    remedy_by_flag = {}
+    if options.mixed_precision == "fp8":
+        remedy_by_flag["--mixed_precision fp8"] = "use bf16 or no"
+    if options.fp8_head:
+        remedy_by_flag["--fp8_head"] = "leave it out"
+    return [
+        f"{flag} needs an NVIDIA GPU of compute capability 8.9 or more, such as an H100, and the "
+        f"device is {device}; {remedy}."
+        for flag, remedy in remedy_by_flag.items()
+    ]
