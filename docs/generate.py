@@ -1,10 +1,9 @@
 """Write the parts of docs/ that are generated from the code: `make pages`.
 
-configuration.md: the trainer's options, all below the page's introduction. programs.md: a list for
-each program, between two comments that name it. architecture.md: every package and the first
-paragraph of its docstring, between two comments. benchmarks.md: what ran where.
-guides/migration.md: the trainer's answers to names of Hugging Face's. guides/SITE.md: what
-sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
+programs.md: the options of each program, between two comments that name it. architecture.md:
+every package and the first paragraph of its docstring, between two comments. benchmarks.md: what
+ran where. guides/migration.md: the trainer's answers to names of Hugging Face's. guides/SITE.md:
+what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
 python.ipynb. images/: the diagrams of pictures.py.
 """
 
@@ -91,7 +90,7 @@ def option_list(options_class: type, *, shared_options: Mapping[str, Field] | No
         items += [f"{name_option(field)}: {describe_option(field)}" for field in rest]
         lists.append(f"## {group}\n\n" + "\n".join(f"- {item}" for item in items))
     if shared_names:
-        lists.append(f"As in [Configuration](configuration.md): {', '.join(shared_names)}.")
+        lists.append(f"As in [the trainer](#options-of-the-trainer): {', '.join(shared_names)}.")
     return "\n\n".join(lists)
 
 
@@ -121,12 +120,6 @@ def describe_option(field: Field) -> str:
     return description
 
 
-def configuration_page(page: str) -> str:
-    """Return the page with the lists of the trainer's options."""
-    introduction = page.partition("\n## ")[0].rstrip("\n")
-    return f"{introduction}\n\n{option_list(GPTConfig)}\n"
-
-
 def replace_between(page: str, start_marker: str, end_marker: str, text: str) -> str:
     """Return the page with another text between two comments."""
     text_before, _, rest = page.partition(start_marker)
@@ -144,7 +137,8 @@ def programs_page(page: str) -> str:
         has_groups = options.count("## ") > 1
         options = re.sub(r"## (.*)\n\n", r"**\1**\n\n" if has_groups else "", options)
         page = replace_between(page, f"<!--options-of-{name}-->", "<!--end-of-options-->", options)
-    return page
+    options = re.sub("^## ", "### ", option_list(GPTConfig), flags=re.MULTILINE)
+    return replace_between(page, "<!--options-of-trainer-->", "<!--end-of-options-->", options)
 
 
 def package_folders(root: Path = PACKAGE) -> Iterator[Path]:
@@ -319,7 +313,6 @@ def notebook_page(page: str) -> str:
 def pages() -> dict[Path, str]:
     """Return every page with generated parts and every diagram, up to date."""
     update_by_page = {
-        "configuration.md": configuration_page,
         "architecture.md": architecture_page,
         "benchmarks.md": benchmarks_page,
         "programs.md": programs_page,

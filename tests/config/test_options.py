@@ -245,7 +245,7 @@ def test_the_markdown_page_only_names_options_that_another_page_describes():
     )
     page = option_list(other, shared_options=described)
     assert "- **`limit`** (`3`): Limit of another kind." in page
-    assert page.endswith("As in [Configuration](configuration.md): `name` or `label`.")
+    assert page.endswith("As in [the trainer](#options-of-the-trainer): `name` or `label`.")
 
 
 def test_the_markdown_page_lists_choices_unless_the_help_does():
