@@ -3,8 +3,8 @@
 programs.md: the options of each program, between two comments that name it. architecture.md:
 every package and the first paragraph of its docstring, between two comments. benchmarks.md: what
 ran where. guides/migration.md: the trainer's answers to names of Hugging Face's. guides/SITE.md:
-what sites.toml says about a site. tutorials/notebook.md: the cells and outputs of the notebook
-python.ipynb. images/: the diagrams of pictures.py.
+what sites.toml says about a site. quickstart.md: the cells and outputs of the notebook
+tutorials/python.ipynb. images/: the diagrams of pictures.py.
 """
 
 import ast
@@ -289,14 +289,14 @@ def site_page(page: str, name: str) -> str:
     return replace_between(page, *markers, site_tables(name))
 
 
-def notebook_page(page: str) -> str:
-    """Return the cells and outputs of the notebook as a page, instead of the given one."""
+def quickstart_page(page: str) -> str:
+    """Return the page with the cells and outputs of the notebook, as a section."""
     notebook = json.loads((DOCS / "tutorials" / "python.ipynb").read_text(encoding="utf-8"))
     blocks = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            blocks.append(source)
+            blocks.append(re.sub("^#", "##", source, flags=re.MULTILINE))
             continue
         blocks.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
@@ -306,8 +306,9 @@ def notebook_page(page: str) -> str:
             else:
                 text = "".join(output.get("text", data.get("text/plain", ""))).rstrip("\n")
                 blocks.append(f"```text\n{text}\n```")
-    blocks.append("This page is a notebook: [python.ipynb](python.ipynb).")
-    return "\n\n".join(blocks) + "\n"
+    blocks.append("This section is a notebook: [python.ipynb](tutorials/python.ipynb).")
+    markers = "<!-- notebook -->", "<!-- end of notebook -->"
+    return replace_between(page, *markers, "\n\n".join(blocks))
 
 
 def pages() -> dict[Path, str]:
@@ -317,7 +318,7 @@ def pages() -> dict[Path, str]:
         "benchmarks.md": benchmarks_page,
         "programs.md": programs_page,
         "guides/migration.md": migration_page,
-        "tutorials/notebook.md": notebook_page,
+        "quickstart.md": quickstart_page,
         "guides/slurm.md": slurm_page,
         **{f"guides/{name}.md": partial(site_page, name=name) for name in SITE_PAGES},
     }

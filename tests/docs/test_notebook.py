@@ -1,4 +1,4 @@
-"""The tutorial notebook runs from its first cell to its last."""
+"""The notebook of the quick start runs from its first cell to its last."""
 
 import json
 import os
