@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Layout:
     """One model, on ranks that hold all of it or divide it; an extension returns a subclass."""
 
-    def make(
+    def make_strategy(
         self,
         options: ParallelOptions,
         dims: "ParallelDims",

@@ -34,7 +34,7 @@ def start(config, sizes: dict[str, int], make_optimizer=make_optimizer, **option
     run = GPTConfig(no_bias=options.get("no_bias", False))
     accelerator, dims = cpu_accelerator(), dims_of(**sizes)
     init_weights = partial(fill_model, run, seed=1, device=accelerator.device)
-    strategy = Layout().make(run, dims, accelerator, init_weights=init_weights)
+    strategy = Layout().make_strategy(run, dims, accelerator, init_weights=init_weights)
     strategy.prepare(LanguageModelLoss(model), OptimizerFactory(make_optimizer).make)
     return strategy
 

@@ -41,7 +41,7 @@ class ReplicaLayout(Layout):
     averages_moments: bool
     description: str
 
-    def make(
+    def make_strategy(
         self,
         options: ParallelOptions,
         dims: "ParallelDims",

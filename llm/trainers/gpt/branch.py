@@ -79,9 +79,9 @@ def _check_same_parent(branch_from: str, resume_from: Checkpoint) -> None:
             f"{resume_from.path} belongs to a run that is not a branch; name another --output_dir."
         )
     parent_path = Path(branch_record["parent"])
-    run = parent_path.parent.parent
-    parent_names = {parent_path, run, run / str(branch_record["step"]), run / BEST_LINK}
-    if Path(os.path.realpath(branch_from)) not in parent_names:
+    parent_run = parent_path.parent.parent
+    step_path, best_path = parent_run / str(branch_record["step"]), parent_run / BEST_LINK
+    if Path(os.path.realpath(branch_from)) not in (parent_path, parent_run, step_path, best_path):
         raise CheckpointError(
             f"{resume_from.path} belongs to a branch from {parent_path}, not from --branch_from "
             f"{branch_from}; name another --output_dir for another branch."
@@ -105,16 +105,18 @@ def make_branch(
     branch_record = None if start is None else start.metadata.get("branch")
     if parent is None:
         return None if branch_record is None else Branch(**branch_record)
-    cooldown_from = None if config.cooldown_tokens is None else parent.step
     parent_cooldown_from = branch_record["cooldown_from"] if branch_record else None
-    if parent_cooldown_from is not None and cooldown_from is not None:
-        # A branch of a run in its cooldown continues the same cooldown.
-        if parent.metadata["fixed"]["cooldown_tokens"] != config.cooldown_tokens:
-            raise CheckpointError(
-                f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "
-                f"{parent.path} is in a cooldown already; branch from before its start."
-            )
-        cooldown_from = parent_cooldown_from
+    if config.cooldown_tokens is None:
+        cooldown_from = None
+    elif parent_cooldown_from is None:
+        cooldown_from = parent.step
+    elif parent.metadata["fixed"]["cooldown_tokens"] == config.cooldown_tokens:
+        cooldown_from = parent_cooldown_from  # the branch continues its parent's cooldown
+    else:
+        raise CheckpointError(
+            f"--cooldown_tokens {config.cooldown_tokens:,} begins at a stable rate, and "
+            f"{parent.path} is in a cooldown already; branch from before its start."
+        )
     return Branch(
         parent=os.path.realpath(parent.path), step=parent.step, cooldown_from=cooldown_from
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from accelerate import DistributedType
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -54,6 +54,26 @@ def make_model(run: Run) -> PreTrainedModel:
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
     disable_faulty_cudnn_attention(device, block_size=run.block_size)
+    model = _build_model(run, device)
+    generation_config = read_generation_settings(run.start)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    is_pretrained = run.weights_from is not None or generation_config is not None
+    set_special_tokens(model, run.tokenizer, is_pretrained=is_pretrained)
+    has_values = model.device.type != "meta"
+    if not has_values:
+        check_meta_model_causal(model)
+    with dummy_weights(model, device):
+        if has_values:
+            check_causal(model)
+        if run.document_boundaries is not None and run.document_boundaries.attention:
+            _use_document_attention(run, model)
+        _check_model(run, model)
+    return model
+
+
+def _build_model(run: Run, device: torch.device) -> PreTrainedModel:
+    """Build the model on a device, or on the meta device if each rank fills only its shards."""
     build = partial(
         build_model,
         run.config,
@@ -70,39 +90,30 @@ def make_model(run: Run) -> PreTrainedModel:
     is_on_meta = model.device.type == "meta"
     if weights_from is not None and is_on_meta and find_weight_files(model, weights_from) is None:
         model = build(device=device)  # each rank reads all weights
-    generation_config = read_generation_settings(run.start)
-    if generation_config is not None:
-        model.generation_config = generation_config
-    is_pretrained = weights_from is not None or generation_config is not None
-    set_special_tokens(model, run.tokenizer, is_pretrained=is_pretrained)
-    has_values = model.device.type != "meta"
-    if not has_values:
-        check_meta_model_causal(model)
-    with dummy_weights(model, device):
-        _check_model(run, model, has_values=has_values)
     return model
 
 
-def _check_model(run: Run, model: PreTrainedModel, *, has_values: bool) -> None:
-    """Choose the attention, and refuse a model that is not causal or that the options would break.
+def _use_document_attention(run: Run, model: PreTrainedModel) -> None:
+    """Let attention skip the tokens of other documents, where the device has a kernel for it."""
+    # Context parallelism uses a different attention.
+    if run.dims.context > 1 or model.device.type == "cpu":
+        return
+    # FlexAttention is compiled, and a deterministic run on a GPU must not be.
+    is_free_choice = run.config.attention_implementation is None
+    use_document_attention(
+        model,
+        flex=is_free_choice and model.device.type == "cuda" and not run.config.deterministic,
+    )
+
+
+def _check_model(run: Run, model: PreTrainedModel) -> None:
+    """Refuse a model that would compute something else with the options of the run.
 
     Args:
         run: The run.
         model: The model, perhaps with dummy weights.
-        has_values: Whether the model has its real weights and buffers.
     """
     boundaries, dims = run.document_boundaries, run.dims
-    if has_values:
-        check_causal(model)
-    keeps_documents_apart = boundaries is not None and boundaries.attention
-    # Context parallelism uses a different attention.
-    if keeps_documents_apart and dims.context == 1 and model.device.type != "cpu":
-        # FlexAttention is compiled, and a deterministic run on a GPU must not be.
-        is_free_choice = run.config.attention_implementation is None
-        use_document_attention(
-            model,
-            flex=is_free_choice and model.device.type == "cuda" and not run.config.deterministic,
-        )
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
     if dims.context > 1:
@@ -124,37 +135,54 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
     accelerator = make_accelerator(
         run.config, device=device_of(run.world), timeout=run.config.timeout
     )
-    unused_weights: Sequence[str] | None = ()
-    uses_ddp = run.dims.replicate == run.dims.world_size
-    if uses_ddp and accelerator.distributed_type != DistributedType.NO:
-        unused_weights = find_unused_weights(model, length=run.block_size)
-        # If they are unknown, DistributedDataParallel searches for them in each step.
-        accelerator.ddp_handler.find_unused_parameters = unused_weights is None
+    frozen_weights = _find_frozen_weights(run, model, accelerator)
     transforms = list_transforms(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
         init_weights = _make_weight_filler(run, model, accelerator.device, transforms)
-    strategy = run.layout.make(run.config, run.dims, accelerator, init_weights=init_weights)
-    source_names = [source.name for source in run.corpus.train]
-    loss = make_loss(
-        run.config,
-        model,
-        device=strategy.device,
-        chunks=run.loss_chunks,
-        is_head_sharded=run.dims.tensor > 1,
-        is_float8=run.config.fp8_head,
-        sources=source_names if run.config.log_source_losses else (),
+    strategy = run.layout.make_strategy(
+        run.config, run.dims, accelerator, init_weights=init_weights
     )
+    loss = _make_run_loss(run, model, strategy.device)
     if run.config.torch_compile:
         _compile_model(run, model, strategy.device)
     factory = choose_factory(run.config, run.extensions, seed=run.seed, layout=run.layout)
     with dummy_weights(model, strategy.device), strategy.autocast():
         factory.inspect_model(model)
     make_run_optimizer = partial(
-        _make_run_optimizer, factory, transforms, frozen_weights=unused_weights or ()
+        _make_run_optimizer, factory, transforms, frozen_weights=frozen_weights
     )
     strategy.prepare(loss, make_run_optimizer)
     return strategy, model_for_logging
+
+
+def _find_frozen_weights(
+    run: Run, model: PreTrainedModel, accelerator: Accelerator
+) -> Sequence[str]:
+    """Return the weights that the loss does not use, if DistributedDataParallel replicates them.
+
+    If they cannot be found, DistributedDataParallel searches for them in each step.
+    """
+    uses_ddp = run.dims.replicate == run.dims.world_size
+    if not uses_ddp or accelerator.distributed_type == DistributedType.NO:
+        return ()
+    unused_weights = find_unused_weights(model, length=run.block_size)
+    accelerator.ddp_handler.find_unused_parameters = unused_weights is None
+    return unused_weights or ()
+
+
+def _make_run_loss(run: Run, model: PreTrainedModel, device: torch.device) -> nn.Module:
+    """Return the loss of the model, with the chunks, precision and sums of the run's options."""
+    source_names = [source.name for source in run.corpus.train]
+    return make_loss(
+        run.config,
+        model,
+        device=device,
+        chunks=run.loss_chunks,
+        is_head_sharded=run.dims.tensor > 1,
+        is_float8=run.config.fp8_head,
+        sources=source_names if run.config.log_source_losses else (),
+    )
 
 
 def _compile_model(run: Run, model: PreTrainedModel, device: torch.device) -> None:
@@ -252,29 +280,35 @@ def load_start_checkpoint(trainer: Trainer) -> None:
     run = trainer.run
     if run.start is None:
         return
-    parts, saved_names = trainer.parts, read_part_names(run.start)
+    parts, saved_part_names = trainer.parts, read_part_names(run.start)
     new_extensions = [
         extension
         for extension in trainer.extensions
-        if extension.part and extension.part not in saved_names
+        if extension.part and extension.part not in saved_part_names
     ]
-    new_names = {extension.part for extension in new_extensions}
-    saved_parts = {name: part for name, part in parts.items() if name not in new_names}
+    new_part_names = {extension.part for extension in new_extensions}
+    parts_to_load = {name: part for name, part in parts.items() if name not in new_part_names}
     trainer.strategy.run_optimizer.prepare_load(partial(list_saved_tensors, run.start))
-    run.layout.load(run.start, saved_parts)
+    run.layout.load(run.start, parts_to_load)
     for extension in new_extensions:
         extension.begin()
         logger.info(f"{run.start.path} has no {extension.description}: it begins here.")
-    unused_names = [name for name in saved_names if name not in parts]
-    if unused_names:
+    unused_part_names = [name for name in saved_part_names if name not in parts]
+    if unused_part_names:
         logger.info(
-            f"{run.start.path} also holds {' and '.join(unused_names)}, which this run does not "
-            "continue."
+            f"{run.start.path} also holds {' and '.join(unused_part_names)}, which this run does "
+            "not continue."
         )
 
 
 def supersede_later_checkpoints(trainer: Trainer) -> None:
-    """Log the first step, and rename later checkpoints of the run, which no longer count."""
+    """Rename the run's checkpoints after its first step: the next resume must not take them."""
+    if trainer.run.resume_from is not None and trainer.strategy.rank == 0:
+        mark_superseded(trainer.run.folder.checkpoints, step=trainer.state.step)
+
+
+def log_first_step(trainer: Trainer) -> None:
+    """Log the checkpoint and the step at which a resumed run or a branch starts."""
     run = trainer.run
     if run.start is None:
         return
@@ -286,9 +320,6 @@ def supersede_later_checkpoints(trainer: Trainer) -> None:
             extra=event("branch", step=step, checkpoint=path),
         )
     else:
-        if trainer.strategy.rank == 0:
-            # Otherwise the next resume would take a later, abandoned checkpoint.
-            mark_superseded(run.folder.checkpoints, step=step)
         logger.info(
             f"Resumed from {run.start.path} at step {step}.",
             extra=event("resume", step=step, checkpoint=run.start.path.name),

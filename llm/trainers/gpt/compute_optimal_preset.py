@@ -61,27 +61,27 @@ class Budget(NamedTuple):
     block_size: int
 
 
-def compute_optimal_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def compute_optimal_values(user_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the preset sets, whether the user overrides them or not.
 
     Each follows from the options before it, with the user's value if there is one: a batch that the
     user names changes the rate and the weight decay.
 
     Args:
-        values: The user's options, by name.
+        user_options: The user's options, by name.
 
     Raises:
         ConfigError: The size of the model or the length in tokens are unknown, or the batch grows.
     """
-    budget = read_budget(values)
+    budget = read_budget(user_options)
     num_tokens = budget.num_tokens
-    for_muon = values.get("optimizer") in ("muon", "normuon")
+    for_muon = user_options.get("optimizer") in ("muon", "normuon")
     num_samples = optimal_batch_tokens(num_tokens, for_muon=for_muon) / budget.block_size
     preset: dict[str, Any] = {
         "max_duration": DEFAULT_LENGTH,
         "global_batch_size": round_batch_size(num_samples),
     }
-    global_batch_size = values.get("global_batch_size") or preset["global_batch_size"]
+    global_batch_size = user_options.get("global_batch_size") or preset["global_batch_size"]
     if not isinstance(global_batch_size, int):
         raise ConfigError(
             f"{_FLAG} computes the rates of one batch, and --global_batch_size "
@@ -97,25 +97,31 @@ def compute_optimal_values(values: Mapping[str, Any]) -> dict[str, Any]:
         num_parameters=budget.parameters.total,
         num_tokens=num_tokens,
         batch_tokens=batch_tokens,
-        learning_rate=values.get("learning_rate") or preset["learning_rate"],
+        learning_rate=user_options.get("learning_rate") or preset["learning_rate"],
     )
     preset["betas"] = (0.9, 0.95)  # of both papers
     return preset
 
 
-def read_budget(values: Mapping[str, Any]) -> Budget:
+def read_budget(user_options: Mapping[str, Any]) -> Budget:
     """Return the parameters and the tokens of a training from its options.
 
     Args:
-        values: The user's options, by name.
+        user_options: The user's options, by name.
 
     Raises:
         ConfigError: The model or its size are unknown, or the length is not in tokens.
     """
-    config_fields = read_model_fields(values)
+    config_fields = read_model_fields(user_options)
     parameters = count_parameters(config_fields)
     max_positions = config_fields.get("n_positions") or config_fields["max_position_embeddings"]
-    length = values.get("max_duration") or DEFAULT_LENGTH
+    num_tokens = _count_tokens(user_options.get("max_duration") or DEFAULT_LENGTH, parameters)
+    block_size = user_options.get("block_size") or min(1024, max_positions)
+    return Budget(parameters, num_tokens, block_size)
+
+
+def _count_tokens(length: Duration, parameters: ParameterCount) -> int:
+    """Return the tokens of a training of this length, which must be in tokens."""
     if length.unit == "tokens per parameter":
         num_tokens = math.ceil(length.value * parameters.total)
     elif length.unit == "tokens":
@@ -127,30 +133,25 @@ def read_budget(values: Mapping[str, Any]) -> Budget:
         )
     if num_tokens < 1:
         raise ConfigError(f"--max_duration must be greater than 0, not {length}.")
-    block_size = values.get("block_size") or min(1024, max_positions)
-    return Budget(parameters, num_tokens, block_size)
+    return num_tokens
 
 
-def read_model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def read_model_fields(user_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the model's configuration that decide its number of parameters.
 
     Args:
-        values: The user's options, by name.
+        user_options: The user's options, by name.
 
     Raises:
         ConfigError: The configuration is not on this machine, or is of another architecture.
     """
     names = {field.name for field in fields(ModelOptions)}
-    options = ModelOptions(**{name: values[name] for name in names & values.keys()})
+    options = ModelOptions(**{name: user_options[name] for name in names & user_options.keys()})
     explicit_fields = _read_explicit_fields(options)
     if shape_options(options):
         explicit_fields |= shape_changes(options, _complete_fields(explicit_fields))
-    overrides = (options.config_overrides or "").split(",")
-    changes = dict(item.partition("=")[::2] for item in overrides if item)
-    explicit_fields |= _name_fields(
-        explicit_fields["model_type"],
-        {name.strip(): _parse_value(value.strip()) for name, value in changes.items()},
-    )
+    model_type = explicit_fields["model_type"]
+    explicit_fields |= _name_fields(model_type, _parse_overrides(options.config_overrides or ""))
     return _complete_fields(explicit_fields)
 
 
@@ -184,20 +185,29 @@ def _complete_fields(explicit_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return all fields that decide the number of parameters, as transformers completes them.
 
     Raises:
-        ConfigError: A field is not a positive whole number, and must be.
+        ConfigError: A size is not a positive whole number.
     """
     model_type = explicit_fields["model_type"]
     config_fields = {**DEFAULT_FIELDS[model_type], **explicit_fields}
     if model_type == "llama" and explicit_fields.get("num_key_value_heads") is None:
         config_fields["num_key_value_heads"] = config_fields["num_attention_heads"]
-    for name, default in DEFAULT_FIELDS[model_type].items():
+    _check_whole_numbers(config_fields)
+    return config_fields
+
+
+def _check_whole_numbers(config_fields: Mapping[str, Any]) -> None:
+    """Refuse a size, such as the number of layers, that is not a positive whole number.
+
+    Raises:
+        ConfigError: Names the field and its value.
+    """
+    for name, default in DEFAULT_FIELDS[config_fields["model_type"]].items():
         value = config_fields[name]
         if type(default) is int and (type(value) is not int or value < 1):
             raise ConfigError(
                 f"{_FLAG} counts parameters, and {name} is {value!r}, which is not a positive "
                 "whole number; change config.json or --config_overrides."
             )
-    return config_fields
 
 
 def _read_config_file(name: str) -> dict[str, Any]:
@@ -219,8 +229,14 @@ def _read_config_file(name: str) -> dict[str, Any]:
     return config_fields
 
 
+def _parse_overrides(text: str) -> dict[str, Any]:
+    """Return the fields of `--config_overrides`, which is `name=value,name=value`."""
+    text_by_name = dict(item.partition("=")[::2] for item in text.split(",") if item)
+    return {name.strip(): _parse_value(value.strip()) for name, value in text_by_name.items()}
+
+
 def _parse_value(text: str) -> Any:
-    """Return the value of a field from `--config_overrides`."""
+    """Return a value of `--config_overrides` as a Python literal, or else as text."""
     try:
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
     except (SyntaxError, ValueError):

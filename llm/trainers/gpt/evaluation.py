@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from llm.data.corpus import CorpusSource
 from llm.data.loader import EvalLoader, MicroBatch
 from llm.errors import ConfigError, one_line
 from llm.parallel.base import AcceleratedStrategy
@@ -93,37 +94,46 @@ class ValidationSource:
     bytes_per_token: float | None
 
 
-def make_evaluate(
+def make_evaluator(
     run: Run,
     strategy: AcceleratedStrategy,
     *,
     on_batch: Callable[[], None] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """Return a function that evaluates on all ranks, or None without validation data."""
-    validation = run.corpus.validation
-    if not validation:
+    corpus_sources = run.corpus.validation
+    if not corpus_sources:
         return None
-    batch_limits: list[int | None] = [None] * len(validation)
+    batch_limits: list[int | None] = [None] * len(corpus_sources)
     if run.config.max_eval_steps is not None:
-        weights = [source.weight for source in validation]
+        weights = [source.weight for source in corpus_sources]
         batch_limits = [*divide_eval_batches(run.config.max_eval_steps, weights)]
-    sources = []
-    for source, max_batches in zip(validation, batch_limits, strict=True):
-        stream = source.stream
-        batches = EvalLoader(
-            stream=stream,
-            block_size=run.block_size,
-            micro_batch_size=run.config.per_device_eval_batch_size,
-            rank=strategy.data_rank,
-            world_size=strategy.data_ranks,
-            device=strategy.device,
-            max_batches=max_batches,
-            document_boundaries=run.document_boundaries,
-            name="The validation text" if len(validation) == 1 else f"The source {source.name}",
-        )
-        bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
-        sources.append(ValidationSource(source.name, source.weight, batches, bytes_per_token))
+    sources = [
+        _make_validation_source(run, strategy, source, max_batches)
+        for source, max_batches in zip(corpus_sources, batch_limits, strict=True)
+    ]
     return partial(evaluate_sources, strategy, sources, metrics=run.metrics, on_batch=on_batch)
+
+
+def _make_validation_source(
+    run: Run, strategy: AcceleratedStrategy, source: CorpusSource, max_batches: int | None
+) -> ValidationSource:
+    """Return a source of the validation split with this rank's batches of it."""
+    stream = source.stream
+    is_only_source = len(run.corpus.validation) == 1
+    batches = EvalLoader(
+        stream=stream,
+        block_size=run.block_size,
+        micro_batch_size=run.config.per_device_eval_batch_size,
+        rank=strategy.data_rank,
+        world_size=strategy.data_ranks,
+        device=strategy.device,
+        max_batches=max_batches,
+        document_boundaries=run.document_boundaries,
+        name="The validation text" if is_only_source else f"The source {source.name}",
+    )
+    bytes_per_token = stream.num_bytes / stream.num_tokens if stream.num_bytes else None
+    return ValidationSource(source.name, source.weight, batches, bytes_per_token)
 
 
 def evaluate_sources(
@@ -213,15 +223,14 @@ def _average_results(
     sources: Sequence[ValidationSource], source_results: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """Return the means of the sources' results by weight, and the loss of each source by name."""
-    number_names = [
-        name for name, value in source_results[0].items() if isinstance(value, int | float)
+    weighted_results = [
+        (source.weight, values) for source, values in zip(sources, source_results, strict=True)
     ]
-    results: dict[str, float] = {}
-    for name in number_names:
-        results[name] = sum(
-            source.weight * values[name]
-            for source, values in zip(sources, source_results, strict=True)
-        )
+    results: dict[str, float] = {
+        name: sum(weight * values[name] for weight, values in weighted_results)
+        for name, value in source_results[0].items()
+        if isinstance(value, int | float)
+    }
     results["perplexity"] = _compute_perplexity(results["loss"])
     results.pop("bits_per_byte", None)
     if all(source.bytes_per_token for source in sources):
@@ -233,18 +242,23 @@ def _average_results(
 
 
 def divide_eval_batches(max_batches: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of batches of each source (at least one), by the largest remainder.
+    """Divide batches over sources in proportion to their weights, by the largest remainder method.
 
     Args:
         max_batches: Total batches of all sources.
         weights: Weights of the sources, which sum to 1.
+
+    Returns:
+        The number of batches of each source, at least 1.
     """
     quotas = [weight * max_batches for weight in weights]
-    num_batches = [max(1, int(quota)) for quota in quotas]
-    sources_by_remainder = sorted(
+    batch_counts = [max(1, int(quota)) for quota in quotas]
+    # The largest remainder first.
+    source_order = sorted(
         range(len(quotas)),
-        key=lambda source_index: num_batches[source_index] - quotas[source_index],
+        key=lambda source_index: batch_counts[source_index] - quotas[source_index],
     )
-    for source_index in sources_by_remainder[: max(0, max_batches - sum(num_batches))]:
-        num_batches[source_index] += 1
-    return num_batches
+    num_unassigned = max(0, max_batches - sum(batch_counts))
+    for source_index in source_order[:num_unassigned]:
+        batch_counts[source_index] += 1
+    return batch_counts

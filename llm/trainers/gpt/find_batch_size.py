@@ -58,17 +58,11 @@ def find_batch_size(
     Raises:
         ConfigError: The device's memory cannot be measured; raised on all ranks.
     """
-    config, device = run.config, strategy.device
+    device = strategy.device
     ranks_on_host = ranks_per_node(os.environ, strategy.world_size)
     on_all_ranks(lambda: usable_memory(device, ranks_on_host=ranks_on_host))
-    if run.branch_from is not None and config.global_batch_size is None:
-        # A branch keeps its parent's global batch, and the micro-batch must divide it.
-        global_batch_size = run.batch_plan.batch_schedule(run.block_size)
-        config = dataclasses.replace(
-            config, global_batch_size=global_batch_size, gradient_accumulation_steps=1
-        )
-        run = dataclasses.replace(run, config=config)
-    candidate_sizes = _candidate_sizes(run)
+    run = _fix_global_batch_of_branch(run)
+    candidate_sizes = _list_candidate_sizes(run)
     extension_bytes = _count_extension_bytes(run, strategy)
     gc.collect()
     static_bytes = allocated_memory(device)
@@ -77,27 +71,51 @@ def find_batch_size(
     while next_run is not None:
         run = next_run
         health.heartbeat(step=0, phase="start")
-        reset_peak_memory(device)
-        _try_step(run, strategy, model)
-        peak_bytes = peak_memory(device)
+        peak_bytes = _measure_step_memory(run, strategy, model)
         free_bytes = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
         usable_bytes = max(1, free_bytes)
 
         micro_batch_size = device_batch_size(run.config)
         growth = (usable_bytes - static_bytes) / max(1, peak_bytes - static_bytes)
         size_bounds = gather(min(_MAX_GROWTH, growth) * micro_batch_size)
-        largest_size = int(min(size_bounds))
-        larger_sizes = [size for size in candidate_sizes if micro_batch_size < size <= largest_size]
-        next_run = _largest_run(run, larger_sizes)
-        gc.collect()
-        if device.type != "cpu":
-            torch.accelerator.memory.empty_cache()
+        max_size = int(min(size_bounds))
+        larger_sizes = [size for size in candidate_sizes if micro_batch_size < size <= max_size]
+        next_run = _with_largest_batch_size(run, larger_sizes)
+        _release_memory(device)
         static_bytes = min(static_bytes, allocated_memory(device))
     _log_batch_size(micro_batch_size, peak_bytes, usable_bytes)
     return run
 
 
-def _candidate_sizes(run: TrainingRun) -> list[int]:
+def _fix_global_batch_of_branch(run: TrainingRun) -> TrainingRun:
+    """Return the run; a branch with the global batch of its parent, which micro-batches divide."""
+    if run.branch_from is None or run.config.global_batch_size is not None:
+        return run
+    config = dataclasses.replace(
+        run.config,
+        global_batch_size=run.batch_plan.batch_schedule(run.block_size),
+        gradient_accumulation_steps=1,
+    )
+    return dataclasses.replace(run, config=config)
+
+
+def _measure_step_memory(
+    run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> int:
+    """Return the peak of the device's memory, in bytes, in a trial step with the run's batch."""
+    reset_peak_memory(strategy.device)
+    _run_largest_step(run, strategy, model)
+    return peak_memory(strategy.device)
+
+
+def _release_memory(device: torch.device) -> None:
+    """Return the memory of a trial step to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
+
+
+def _list_candidate_sizes(run: TrainingRun) -> list[int]:
     """Return the micro-batches that the options and the data allow, in samples, ascending."""
     batch_plan = run.batch_plan
     max_size = max(1, batch_plan.num_windows // batch_plan.world_size)
@@ -126,7 +144,7 @@ def _log_batch_size(size: int, peak_bytes: int, usable_bytes: int) -> None:
     )
 
 
-def _largest_run(run: TrainingRun, sizes: Sequence[int]) -> TrainingRun | None:
+def _with_largest_batch_size(run: TrainingRun, sizes: Sequence[int]) -> TrainingRun | None:
     """Return the run with the largest of these micro-batches that it allows; None without any.
 
     Steps may have too few micro-batches for the pipeline, or more samples than the run.
@@ -145,8 +163,10 @@ def _with_batch_size(run: TrainingRun, size: int) -> TrainingRun:
     return dataclasses.replace(run, batch_plan=plan, skipped=skipped, schedule=schedule)
 
 
-def _try_step(run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
-    """Run a step that takes as much memory as the largest one of the run."""
+def _run_largest_step(
+    run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> None:
+    """Run a trial step that takes as much memory as the largest step of the run."""
     plan = run.batch_plan
     num_micro_batches = max(plan.micro_batch_shape(phase.first_step)[0] for phase in plan.phases)
     if run.dims.pipeline == 1:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
@@ -274,10 +274,10 @@ def _missing_validation_message(*option_names: str) -> str:
 def choose_dims(
     config: CoreConfig, model_config: PreTrainedConfig, world_size: int
 ) -> ParallelDims:
-    """Return the division of the model and its data over ranks.
+    """Return how the options divide the model and its data over ranks, if the model allows it.
 
     Raises:
-        ConfigError: The ranks cannot be divided this way.
+        ConfigError: The model or the ranks cannot be divided this way.
     """
     dims = make_parallel_dims(config, world_size)
     if world_size > 1:
@@ -289,16 +289,20 @@ def choose_dims(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_depth(num_layers, dims.pipeline * config.virtual_stages)
     if dims.expert > 1:
-        meta_model = build_model(
-            config,
-            copy.deepcopy(model_config),
-            weights_from=None,
-            seed=0,
-            device=torch.device("meta"),
-            vocab_size=model_config.get_text_config().vocab_size,
-        )
-        check_expert_parallel(meta_model, dims)
+        check_expert_parallel(_build_meta_model(config, model_config), dims)
     return dims
+
+
+def _build_meta_model(config: CoreConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device; its configuration does not change."""
+    return build_model(
+        config,
+        copy.deepcopy(model_config),
+        weights_from=None,
+        seed=0,
+        device=torch.device("meta"),
+        vocab_size=model_config.get_text_config().vocab_size,
+    )
 
 
 def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int:

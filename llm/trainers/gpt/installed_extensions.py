@@ -36,6 +36,19 @@ def load_installed_extensions() -> tuple[type[Extension[Any]], ...]:
     """
     if not _is_group_on_path():
         return ()
+    extensions: list[type[Extension[Any]]] = []
+    for package, entry_point in _list_entry_points():
+        extensions.append(_load_extension(entry_point, package))
+        if not _have_separate_options(extensions):
+            raise ConfigError(
+                f"The extension {entry_point.value} of the installed package {package} shares its "
+                "class of options with another extension; uninstall the package."
+            )
+    return tuple(extensions)
+
+
+def _list_entry_points() -> list[tuple[Package, "EntryPoint"]]:
+    """Return the packages with extensions and their entry points, by the names of the packages."""
     # Imported here, because it takes longer than the search of all folders.
     import importlib.metadata
 
@@ -44,18 +57,16 @@ def load_installed_extensions() -> tuple[type[Extension[Any]], ...]:
         for entry_point in importlib.metadata.entry_points(group=GROUP)
         if entry_point.dist is not None
     ]
-    entry_points.sort(key=lambda item: (item[0].name.lower(), item[1].name))
-    extensions: list[type[Extension[Any]]] = []
-    for package, entry_point in entry_points:
-        extensions.append(_load_extension(entry_point, package))
-        try:
-            type("Options", (*list_option_classes(extensions), CoreConfig), {})
-        except TypeError as error:
-            raise ConfigError(
-                f"The extension {entry_point.value} of the installed package {package} shares its "
-                "class of options with another extension; uninstall the package."
-            ) from error
-    return tuple(extensions)
+    return sorted(entry_points, key=lambda item: (item[0].name.lower(), item[1].name))
+
+
+def _have_separate_options(extensions: list[type[Extension[Any]]]) -> bool:
+    """Return whether a configuration can inherit from the option classes of all extensions."""
+    try:
+        type("Options", (*list_option_classes(extensions), CoreConfig), {})
+    except TypeError:
+        return False
+    return True
 
 
 def _is_group_on_path() -> bool:

@@ -142,10 +142,7 @@ class Trainer:
         # Also closed if a step raises, to end the thread that reads ahead.
         with closing(self.loader.read_steps(state.step)) as batches:
             for batch in batches:
-                data_wait = time.perf_counter() - waiting_since
-                self.tracker.add_data_wait(data_wait)
-                if self.rank_times is not None:
-                    self.rank_times.add_data_wait(data_wait)
+                self.add_data_wait(time.perf_counter() - waiting_since)
                 for extension in self.extensions:
                     extension.before_step(state.step)
                 self.train_step(batch)
@@ -156,14 +153,24 @@ class Trainer:
                 waiting_since = time.perf_counter()
         for extension in self.extensions:
             extension.close()
-        self.health.heartbeat(step=state.step, phase="save")
+        self.finish_saving()
+        self.count_energy()
+        is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
+        return "finished" if is_finished else "preempted"
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Count the time that this rank has waited for a batch."""
+        self.tracker.add_data_wait(seconds)
+        if self.rank_times is not None:
+            self.rank_times.add_data_wait(seconds)
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        self.health.heartbeat(step=self.state.step, phase="save")
         with self.tracker.wall_time.spent_on("saving"):
             self.saver.finish(is_final=True)
         if self.rank_times is not None:
             self.compare_saves(self.rank_times)
-        self.count_energy()
-        is_finished = state.step == self.batch_plan.total_steps and not self.is_stopped
-        return "finished" if is_finished else "preempted"
 
     def evaluate_on_resume(self) -> None:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
@@ -220,9 +227,7 @@ class Trainer:
         should_stop, is_save_due = self.check_requests()
         if is_final or step % config.logging_steps == 0:
             self.log_interval()
-        should_save = should_stop or is_save_due or (is_final and self.saves_checkpoints)
-        for interval in (config.save_interval, config.keep_every):
-            should_save = should_save or self.is_due(interval, includes_last_step=False)
+        should_save = should_stop or is_save_due or self.is_save_step()
         should_evaluate = self.is_due(self.eval_interval, includes_last_step=True)
         should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
         self.state.seconds = self.tracker.seconds()
@@ -237,6 +242,13 @@ class Trainer:
                     self.save_checkpoint(eval_loss)
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if should_stop else "training"
+
+    def is_save_step(self) -> bool:
+        """Return whether the options ask for a checkpoint of this step, apart from the timer."""
+        if self.saves_checkpoints and self.state.step == self.batch_plan.total_steps:
+            return True
+        intervals = (self.config.save_interval, self.config.keep_every)
+        return any(self.is_due(interval, includes_last_step=False) for interval in intervals)
 
     def evaluate_and_sample(self, *, should_evaluate: bool) -> float | None:
         """Do what is due after a step besides saving, and return the validation loss, if any.
@@ -387,19 +399,7 @@ class Trainer:
         for step, is_skipped, _ in steps:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
             if is_skipped:
-                first_sample, end_sample = self.loader.sample_range(step, step + 1)
-                command = inspect_command(self.run.folder.path, step + 1)
-                logger.info(
-                    f"step {step + 1} was skipped: its gradient is not finite (samples "
-                    f"{first_sample:,} to {end_sample - 1:,}); its text: {command}",
-                    extra=event(
-                        "skip",
-                        step=step + 1,
-                        first_sample=first_sample,
-                        last_sample=end_sample - 1,
-                        inspect=command,
-                    ),
-                )
+                self.log_skipped_step(step)
         if state.skipped_in_a_row >= self.config.max_skipped_steps:
             raise DivergedError(
                 f"The last {state.skipped_in_a_row} steps were skipped because loss or gradient "
@@ -407,12 +407,28 @@ class Trainer:
                 "lower --learning_rate or other data. Earlier checkpoints are untouched."
             )
 
+    def log_skipped_step(self, step: int) -> None:
+        """Log the samples of a skipped step, and the command that shows their text."""
+        first_sample, end_sample = self.loader.sample_range(step, step + 1)
+        command = inspect_command(self.run.folder.path, step + 1)
+        logger.info(
+            f"step {step + 1} was skipped: its gradient is not finite (samples "
+            f"{first_sample:,} to {end_sample - 1:,}); its text: {command}",
+            extra=event(
+                "skip",
+                step=step + 1,
+                first_sample=first_sample,
+                last_sample=end_sample - 1,
+                inspect=command,
+            ),
+        )
+
     def run_evaluation(self) -> float:
         """Evaluate, report the results, and return the validation loss."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         self.results = self.evaluate_weights()
         self.tracker.log_evaluation(
-            self.results, step=self.state.step, training=self.format_train_stats()
+            self.results, step=self.state.step, training=self.pop_train_stats()
         )
         self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
@@ -444,8 +460,8 @@ class Trainer:
         is_final = self.state.step == self.batch_plan.total_steps
         return evaluate_weights(self.evaluate, self.extensions, is_final=is_final)
 
-    def format_train_stats(self) -> list[str]:
-        """Return the last logged loss, and the time since the last evaluation or this start."""
+    def pop_train_stats(self) -> list[str]:
+        """Return columns for the log: the last loss, and the time since the last call of this."""
         columns = [] if self.train_loss is None else [f"train loss: {self.train_loss:.6g}"]
         state = self.state
         num_steps = state.step - self.last_eval_step

@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
     accept_any_text()
     try:
-        return _train_or_explain(argv)
+        return _run_and_log_errors(argv)
     finally:
         flush_output()  # otherwise a full disk behind it would replace the exit code
 
 
-def _train_or_explain(argv: Sequence[str] | None) -> int:
-    """Return the exit code; an error is logged."""
+def _run_and_log_errors(argv: Sequence[str] | None) -> int:
+    """Train or evaluate, turn an error into a line of the log, and return the exit code."""
     try:
         world = world_from_environment()
     except ParallelError as error:
@@ -66,13 +66,8 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
         return 2
     set_up_logging(rank=world.rank)
     watch_launcher()
-    if argv is None:
-        with contextlib.suppress(OSError, RuntimeError):  # stderr is missing or has no file
-            faulthandler.enable()  # show the place of a bus error, for example from a failing disk
     try:
-        arguments = sys.argv[1:] if argv is None else argv
-        if argv is None and not {"-h", "--help"} & {*arguments}:
-            restart_with_kept_memory()  # before `parse_args`, which logs what it chooses
+        arguments = _start_program() if argv is None else argv
         config = parse_args(arguments)
         return run(config, world, config_file=split_config_file(arguments)[0])
     except PeerLostError as error:
@@ -80,7 +75,7 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
             logger.error(f"error: {error}")
         return EXIT_PEER_LOST
     except LLMError as error:
-        _log_refusal(error, str(error), world)
+        _log_error_once(error, str(error), world)
         return 2
     except KeyboardInterrupt:
         logger.error("Interrupted before training began.")
@@ -90,8 +85,18 @@ def _train_or_explain(argv: Sequence[str] | None) -> int:
         if sentence is None:  # with its stack, in the run's log and on the console
             logger.exception("The run failed.")
             return 1
-        _log_refusal(error, sentence, world)
+        _log_error_once(error, sentence, world)
         return 2
+
+
+def _start_program() -> Sequence[str]:
+    """Set up a process that runs only this program, and return the arguments of its command."""
+    with contextlib.suppress(OSError, RuntimeError):  # stderr is missing or has no file
+        faulthandler.enable()  # show the place of a bus error, for example from a failing disk
+    arguments = sys.argv[1:]
+    if not {"-h", "--help"} & {*arguments}:
+        restart_with_kept_memory()  # before `parse_args`, which logs what it chooses
+    return arguments
 
 
 def parse_args(argv: Sequence[str]) -> "GPTConfig":
@@ -114,11 +119,7 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
     )
     config = use_tokenizer_of_data(config)
     _check_launcher_plugins()
-    if config.mixed_precision in (None, "no"):
-        # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
-        precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision in ("fp8", "fp16", "bf16"):
-            config = dataclasses.replace(config, mixed_precision=precision)
+    config = _use_launcher_precision(config)
     check_config(config)
     return config
 
@@ -134,8 +135,24 @@ def _check_launcher_plugins() -> None:
             )
 
 
-def _log_refusal(error: Exception, sentence: str, world: World) -> None:
-    """Log an error once: on rank 0, or on the only rank that raised it."""
+def _use_launcher_precision(config: "GPTConfig") -> "GPTConfig":
+    """Return options with the precision of Accelerate's launcher, unless they set one."""
+    if config.mixed_precision in (None, "no"):
+        # `accelerate launch --mixed_precision bf16` and `accelerate config` set this variable.
+        precision: Any = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision in ("fp8", "fp16", "bf16"):
+            return dataclasses.replace(config, mixed_precision=precision)
+    return config
+
+
+def _log_error_once(error: Exception, sentence: str, world: World) -> None:
+    """Log an error on rank 0 or on the only rank that raised it, before a launcher kills the ranks.
+
+    Args:
+        error: The error.
+        sentence: Its message for the log.
+        world: Rank and world size of this process.
+    """
     # An error that is not of this package is found by the rank with the file.
     found_here = getattr(error, "found_here", not is_shared(error))
     if world.is_main or found_here:

@@ -17,9 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from llm.checkpoint.format import MODEL_FOLDER, TOKENIZER_FOLDER, Checkpoint
 from llm.checkpoint.run_folder import describe_changes
 from llm.errors import CheckpointError
-from llm.models.configuration import (
-    load_config,
-)
+from llm.models.configuration import load_config
 from llm.models.options import ARCHITECTURE_OPTIONS
 from llm.runtime.files import temporary_folder
 from llm.tokenizers.load_tokenizer import fingerprint
@@ -38,6 +36,9 @@ _UNDECLARED_MODEL_FIELDS = {"model_type", "tie_word_embeddings"}
 
 _GENERAL_FIELDS = {"use_cache", *inspect.signature(PreTrainedConfig).parameters}
 """Fields that a model's class may declare but that do not change training."""
+
+_TOKENIZER_OPTIONS = (*TOKENIZER_FILES, "model_name_or_path")
+"""The options that can name a tokenizer, in their order of preference."""
 
 logger = logging.getLogger("llm")
 
@@ -176,17 +177,35 @@ def read_tokenizer(
     """
     if start is None:
         return load_run_tokenizer(config, model_config)
-    option_names = (*TOKENIZER_FILES, "model_name_or_path")
-    option_name = next(name for name in option_names if getattr(config, name) is not None)
+    option_name = next(name for name in _TOKENIZER_OPTIONS if getattr(config, name) is not None)
     source = getattr(config, option_name)
     files = [source, config.merges_file] if option_name == "vocab_file" else [source]
-    is_change_allowed = _is_change_allowed(config, option_names)
-    if not all(Path(file).exists() for file in files) and not is_change_allowed:
+    is_local = all(Path(file).exists() for file in files)
+    if not is_local and not _is_change_allowed(config, _TOKENIZER_OPTIONS):
         logger.info(f"{source} is not a local path: the tokenizer is the copy in {start.path}.")
         return load_run_tokenizer(use_checkpoint_copies(config, start))
     tokenizer = load_run_tokenizer(config, model_config)
+    _check_same_tokenizer(config, start, tokenizer, option_name=option_name)
+    return tokenizer
+
+
+def _check_same_tokenizer(
+    config: CoreConfig, start: Checkpoint, tokenizer: PreTrainedTokenizerBase, *, option_name: str
+) -> None:
+    """Refuse a tokenizer that gives other ids than a checkpoint's copy, or log an allowed change.
+
+    Args:
+        config: The options.
+        start: The checkpoint that the run starts from.
+        tokenizer: The tokenizer.
+        option_name: The option that names it.
+
+    Raises:
+        CheckpointError: It gives other ids, and `change_on_resume` does not allow this.
+    """
+    source = getattr(config, option_name)
     has_changed = _has_tokenizer_changed(config, start, tokenizer)
-    if is_change_allowed:
+    if _is_change_allowed(config, _TOKENIZER_OPTIONS):
         relation = "changes: it gives other ids than" if has_changed else "gives the same ids as"
         logger.info(f"The tokenizer {source} {relation} the copy in {start.path}.")
     elif has_changed:
@@ -194,7 +213,6 @@ def read_tokenizer(
             f"The tokenizer {source} gives other ids than the copy in {start.path}: it has "
             f"changed. Restore it, or allow the change with --change_on_resume {option_name}."
         )
-    return tokenizer
 
 
 def _has_tokenizer_changed(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from llm.checkpoint.format import Checkpoint
@@ -44,23 +45,28 @@ def check_checkpoint_record(config: CoreConfig, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} has no record of {' and '.join(missing_names)}, so no run can "
             "start from it; name another checkpoint."
         )
-    _check_types(config, checkpoint)
+    _check_recorded_types(config, checkpoint)
     option_names = {field.name for field in options.fields(type(config))}
     unknown_names = read_saved_options(config, checkpoint, "fixed").keys() - option_names
     if unknown_names:
-        flags = " and ".join(f"--{name}" for name in sorted(unknown_names))
-        packages = " and ".join(
-            f"{name} {version}" for name, version in recorded_packages(checkpoint).items()
-        )
-        source = packages or "the extension or the version of llm-trainers that has them"
-        raise CheckpointError(
-            f"{checkpoint.path} was trained with {flags}, which this installation does not have. "
-            f"Install {source}, or start another run from the exported model by "
-            "--model_name_or_path."
-        )
+        raise _unknown_options_error(checkpoint, sorted(unknown_names))
 
 
-def _check_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
+def _unknown_options_error(checkpoint: Checkpoint, names: Iterable[str]) -> CheckpointError:
+    """Return the error for options of a checkpoint that this installation does not have."""
+    flags = " and ".join(f"--{name}" for name in names)
+    packages = " and ".join(
+        f"{name} {version}" for name, version in recorded_packages(checkpoint).items()
+    )
+    source = packages or "the extension or the version of llm-trainers that has them"
+    return CheckpointError(
+        f"{checkpoint.path} was trained with {flags}, which this installation does not have. "
+        f"Install {source}, or start another run from the exported model by "
+        "--model_name_or_path."
+    )
+
+
+def _check_recorded_types(config: CoreConfig, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint with values of another type in the record of its options."""
     fields_by_name = {field.name: field for field in options.fields(type(config))}
     for kind in ("fixed", "logged"):
@@ -103,13 +109,23 @@ def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
     if duration.unit != recorded_duration.unit or duration.value < recorded_duration.value:
         return False
     scheduler = recorded_options.get("lr_scheduler_type")
-    if scheduler != "warmup_stable_decay":
-        return is_constant(scheduler)
+    if scheduler == "warmup_stable_decay":
+        return _is_before_decay(checkpoint.step, recorded_duration, recorded_options.get("decay"))
+    return is_constant(scheduler)
 
-    default_decay = f"{max(1, int(recorded_duration.value) // 10)} steps"
-    decay = Duration(recorded_options.get("decay") or default_decay)
-    is_decay_start_known = recorded_duration.unit == "steps" and decay.unit == "steps"
-    return is_decay_start_known and checkpoint.step <= recorded_duration.value - decay.value
+
+def _is_before_decay(step: int, duration: Duration, decay_text: str | None) -> bool:
+    """Return whether a step is before the decay of `warmup_stable_decay`; False if unknown.
+
+    Args:
+        step: The step.
+        duration: Length of the run.
+        decay_text: Length of the decay; None for the default, a tenth of the run.
+    """
+    default_text = f"{max(1, int(duration.value) // 10)} steps"
+    decay = Duration(decay_text or default_text)
+    is_decay_start_known = duration.unit == "steps" and decay.unit == "steps"
+    return is_decay_start_known and step <= duration.value - decay.value
 
 
 def list_fixed_options(

@@ -228,10 +228,7 @@ def make_card(
 
 
 def _format_options_to_repeat(config: CoreConfig, name: str) -> str:
-    """Return the options that train the model again, as TOML; "" for a branch.
-
-    A branch cannot be trained again without its parent.
-
+    """Return the options that train the model again, as TOML; "" for a branch: it needs its parent.
 
     They include the preset's values instead of its name: the preset would also set options that
     have their default in the run.

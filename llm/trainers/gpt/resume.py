@@ -224,8 +224,13 @@ def log_changes(config: CoreConfig, checkpoint: Checkpoint, *, world_size: int) 
     ]
     if changes:
         logger.info(f"The run continues with other settings: {'; '.join(changes)}.")
-    has_new_length = config.max_duration != fixed["max_duration"]
-    is_longer = has_new_length and can_extend_training(config, checkpoint)
+    if config.max_duration != fixed["max_duration"]:
+        _warn_about_cooldown_length(config, checkpoint)
+
+
+def _warn_about_cooldown_length(config: CoreConfig, checkpoint: Checkpoint) -> None:
+    """Warn that a longer `max_duration` does not extend a branch that is a cooldown."""
+    is_longer = can_extend_training(config, checkpoint)
     is_cooldown_branch = config.cooldown_tokens is not None and checkpoint.metadata.get("branch")
     if is_longer and is_cooldown_branch:
         logger.warning(

@@ -27,14 +27,13 @@ def choose_device_options(
     Raises:
         ConfigError: A compiled run on a GPU is to be deterministic.
     """
-    is_compiled = can_compile(device) and not config.deterministic
-    values = {**default_precision(device), "torch_compile": is_compiled, "router_dtype": "fp32"}
     if start is not None and not config.eval_only:
-        fixed, logged = (read_saved_options(config, start, kind) for kind in ("fixed", "logged"))
-        recorded = _UNRECORDED_VALUES | fixed | logged
-        values = {name: recorded[name] for name in DEVICE_OPTIONS}
-    overrides = {name: getattr(config, name) for name in DEVICE_OPTIONS}
-    values |= {name: value for name, value in overrides.items() if value is not None}
+        values = _read_device_options(config, start)
+    else:
+        is_compiled = can_compile(device) and not config.deterministic
+        values = {**default_precision(device), "torch_compile": is_compiled, "router_dtype": "fp32"}
+    user_values = {name: getattr(config, name) for name in DEVICE_OPTIONS}
+    values |= {name: value for name, value in user_values.items() if value is not None}
     if config.deterministic and values["torch_compile"] and device.type == "cuda":
         # On an H200 with PyTorch 2.11, the first gradient after a resume differed in 3 of 6 runs.
         raise ConfigError(
@@ -42,6 +41,13 @@ def choose_device_options(
             "have other bits after a resume. Set --no_torch_compile, or leave --deterministic out."
         )
     return values
+
+
+def _read_device_options(config: CoreConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the options in `DEVICE_OPTIONS` as a checkpoint records them."""
+    fixed, logged = (read_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
+    recorded_options = _UNRECORDED_VALUES | fixed | logged
+    return {name: recorded_options[name] for name in DEVICE_OPTIONS}
 
 
 def choose_loss_chunks(

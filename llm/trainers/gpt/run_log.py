@@ -49,19 +49,32 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
     if not run.corpus.validation:
         logger.info("no validation data: the loss is not evaluated")
     if isinstance(run, TrainingRun):
-        _log_length(run, model)
-        if run.skipped.ranges:
-            logger.info(f"left out: samples {run.skipped} (--skip_samples)")
-        for option, reason in _find_options_without_effect(run, strategy):
-            logger.info(f"--{option} changes nothing {reason}.")
-        _log_stages(run)
-        _log_sources(run, run.batch_plan.total_samples, "will serve")
-        _warn_about_repeated_data(run)
-        for line in run.layout.describe():
-            logger.info(line)
+        _log_training_plan(run, strategy, model)
     for line in strategy.run_optimizer.describe().splitlines():
         logger.info(line)
     _log_world(run, strategy, model)
+    _log_kernels(run, strategy, model)
+    _log_versions(run)
+
+
+def _log_training_plan(
+    run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
+) -> None:
+    """Log the length of a training, its samples by source, and its layout."""
+    _log_length(run, model)
+    if run.skipped.ranges:
+        logger.info(f"left out: samples {run.skipped} (--skip_samples)")
+    for option, reason in _find_options_without_effect(run, strategy):
+        logger.info(f"--{option} changes nothing {reason}.")
+    _log_stages(run)
+    _log_samples_per_source(run, run.batch_plan.total_samples, "will serve")
+    _warn_about_repeated_data(run)
+    for line in run.layout.describe():
+        logger.info(line)
+
+
+def _log_kernels(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
+    """Log the attention kernel, the allocator of a GPU, and the chunks of the loss."""
     with strategy.autocast():
         dtype = kernel_dtype(torch.float32, strategy.device)
     kernel = attention_kernel(model, device=strategy.device, dtype=dtype, block_size=run.block_size)
@@ -70,6 +83,10 @@ def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -
         logger.info(f"GPU memory: {allocator_settings()}")
     if strategy.device.type != "cpu" and run.loss_chunks is not None:
         logger.info(f"loss: {run.loss_chunks.describe()}")
+
+
+def _log_versions(run: Run) -> None:
+    """Log the versions of Python and of the packages that affect a run."""
     package_versions = "".join(f", {package}" for package in packages_in_use(run.config))
     logger.info(
         f"versions: llm-trainers {__version__}, Python {platform.python_version()}, "
@@ -270,8 +287,14 @@ def _log_stages(run: TrainingRun) -> None:
             )
 
 
-def _log_sources(run: TrainingRun, num_samples: int, verb: str) -> None:
-    """Log how many of the first `num_samples` samples come from each source of a blend."""
+def _log_samples_per_source(run: TrainingRun, num_samples: int, verb: str) -> None:
+    """Log how many of the first `num_samples` samples come from each source of a blend.
+
+    Args:
+        run: The run.
+        num_samples: Number of samples, from the first one on.
+        verb: What a source does with them: `served`, or `will serve`.
+    """
     if len(run.corpus.train) == 1 or not num_samples:
         return
     counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
@@ -298,17 +321,17 @@ def _warn_about_repeated_data(run: TrainingRun) -> None:
         Fraction(count, run.samples.epoch_samples(source_index)) if count else Fraction(0)
         for source_index, count in enumerate(counts)
     ]
-    max_epochs = max(epochs)
-    if max_epochs <= _MAX_USEFUL_EPOCHS:
+    most_epochs = max(epochs)
+    if most_epochs <= _MAX_USEFUL_EPOCHS:
         return
-    source = run.corpus.train[epochs.index(max_epochs)]
+    source = run.corpus.train[epochs.index(most_epochs)]
     source_label = "its data" if len(counts) == 1 else f"the source {source.name}"
-    num_tokens = int(num_samples * _MAX_USEFUL_EPOCHS / max_epochs) * run.block_size
+    useful_tokens = int(num_samples * _MAX_USEFUL_EPOCHS / most_epochs) * run.block_size
     logger.warning(
-        f"The run takes {float(max_epochs):,.1f} epochs of {source_label}, and text that "
+        f"The run takes {float(most_epochs):,.1f} epochs of {source_label}, and text that "
         f"is repeated more than {_MAX_USEFUL_EPOCHS} times teaches little: set --max_duration to "
-        f"'{num_tokens} tokens' at most, or allow the epochs with --max_epochs "
-        f"{math.ceil(max_epochs)}."
+        f"'{useful_tokens} tokens' at most, or allow the epochs with --max_epochs "
+        f"{math.ceil(most_epochs)}."
     )
 
 
@@ -320,7 +343,7 @@ def log_end(
     exported_weights: ExtraWeights | None,
 ) -> None:
     """Log the last validation loss, the paths of the files, and commands that use them."""
-    _log_sources(run, state.samples, "served")
+    _log_samples_per_source(run, state.samples, "served")
     _log_validation_loss(state, results, exported_weights)
     _log_output_paths(run)
     _log_next_commands(run)

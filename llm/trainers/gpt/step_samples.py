@@ -4,7 +4,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ from llm.checkpoint.load import list_checkpoints
 from llm.checkpoint.run_folder import RunFolder
 from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
-from llm.data.corpus import CorpusSource, Samples, TokenStream
+from llm.data.corpus import Corpus, CorpusSource, Samples, TokenStream
 from llm.data.data_digest import compute_corpus_digests, data_has_changed
 from llm.data.formats.flat import FlatTokenFile
 from llm.data.formats.megatron import TokenFile, set_read_ahead
@@ -114,17 +113,14 @@ def find_step_samples(
     recorded_config = read_config(run, trust_remote_code=trust_remote_code)
     order = _read_recorded_order(RunFolder(run), step, recorded_config)
     config = _with_order_options(recorded_config, order)
-    tokenizer, model_config = _read_model(config, RunFolder(run).checkpoints)
+    tokenizer, model_config = _read_tokenizer_and_model_config(config, RunFolder(run).checkpoints)
     corpus = open_data(config, model_config, tokenizer, None)
     if data_has_changed(order["data"], compute_corpus_digests(corpus.train)):
         raise DataError(
             f"The training data that {run / 'config.toml'} names are no longer those that step "
             f"{step} was trained on; restore them."
         )
-    for source in corpus.train:
-        for array in arrays_of(source.stream.tokens):
-            set_read_ahead(array, on=False)
-
+    _turn_off_read_ahead(corpus)
     block_size = choose_block_size(config, model_config)
     samples = Samples(
         corpus.train, stages=corpus.stages, block_size=block_size, seed=config.seed or 0
@@ -150,6 +146,13 @@ def find_step_samples(
     )
 
 
+def _turn_off_read_ahead(corpus: Corpus) -> None:
+    """Let the kernel read only the pages of the training tokens that are used."""
+    for source in corpus.train:
+        for array in arrays_of(source.stream.tokens):
+            set_read_ahead(array, on=False)
+
+
 def _with_order_options(config: CoreConfig, order: dict[str, Any]) -> CoreConfig:
     """Return the options of a run with those that determined the order of samples at a start."""
     order_options: dict[str, Any] = {name: order[name] for name in _ORDER_OPTIONS}
@@ -158,21 +161,18 @@ def _with_order_options(config: CoreConfig, order: dict[str, Any]) -> CoreConfig
     return replace(config, **order_options)
 
 
-def _read_model(
+def _read_tokenizer_and_model_config(
     config: CoreConfig, checkpoints: Path
 ) -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
     """Return tokenizer and model configuration: the newest checkpoint's copies, if there is one."""
-    return read_while_training(checkpoints, partial(_read_newest_model, config, checkpoints))
 
+    def read() -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
+        source_options, valid_checkpoints = config, list_checkpoints(checkpoints)
+        if valid_checkpoints:
+            source_options = use_checkpoint_copies(config, valid_checkpoints[-1])
+        return load_run_tokenizer(source_options), load_config(source_options)
 
-def _read_newest_model(
-    config: CoreConfig, checkpoints: Path
-) -> "tuple[PreTrainedTokenizerBase, PreTrainedConfig]":
-    """Do the work of `_read_model`; fails if training removes the newest checkpoint meanwhile."""
-    valid_checkpoints = list_checkpoints(checkpoints)
-    if valid_checkpoints:
-        config = use_checkpoint_copies(config, valid_checkpoints[-1])
-    return load_run_tokenizer(config), load_config(config)
+    return read_while_training(checkpoints, read)
 
 
 def _choose_positions(batch_plan: BatchPlan, step: int, rank: int | None) -> NDArray[np.int64]:
@@ -209,7 +209,7 @@ def _read_recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> di
         DataError: No start before the step is recorded, or the record of a start is damaged.
     """
     starts = [
-        start for run_folder in _run_lineage(folder, config) for start in _read_starts(run_folder)
+        start for run_folder in _list_lineage(folder, config) for start in _read_starts(run_folder)
     ]
     earlier_starts = [start for start in starts if start["step"] < step]
     if not earlier_starts:
@@ -221,7 +221,7 @@ def _read_recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> di
     return earlier_starts[-1] | {"total_samples": starts[-1]["total_samples"]}
 
 
-def _run_lineage(folder: RunFolder, config: CoreConfig) -> list[RunFolder]:
+def _list_lineage(folder: RunFolder, config: CoreConfig) -> list[RunFolder]:
     """Return the folders of a run and its parents, the oldest first, as far as they exist."""
     lineage = [folder]
     while config.branch_from is not None:

@@ -33,13 +33,14 @@ from llm.trainers.gpt.build_run import (
     check_same_start,
     load_start_checkpoint,
     load_weights,
+    log_first_step,
     make_model,
     make_strategy,
     supersede_later_checkpoints,
 )
 from llm.trainers.gpt.commands import generate_command, resume_command
 from llm.trainers.gpt.config import CoreConfig
-from llm.trainers.gpt.evaluation import make_evaluate
+from llm.trainers.gpt.evaluation import make_evaluator
 from llm.trainers.gpt.inputs import read_evaluation, read_training
 from llm.trainers.gpt.loop import Trainer
 from llm.trainers.gpt.model_copies import collect_model_files
@@ -95,7 +96,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
         strategy, model = make_strategy(run, model)
         check_same_start(run)
         load_weights(run.init_from, strategy)
-        with run_context(run, strategy) as health:
+        with watch_run(run, strategy) as health:
             if searches_batch_size:
                 from llm.trainers.gpt.find_batch_size import find_batch_size
 
@@ -148,7 +149,7 @@ def make_trainer(
         interruption=interruption,
         tracker=tracker,
         rank_times=_make_rank_times(strategy) if strategy.world_size > 1 else None,
-        evaluate=make_evaluate(run, strategy, on_batch=on_batch),
+        evaluate=make_evaluator(run, strategy, on_batch=on_batch),
         sample=partial(
             log_sample,
             run,
@@ -188,6 +189,7 @@ def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
         for line in extension.describe():
             logger.info(line)
     supersede_later_checkpoints(trainer)
+    log_first_step(trainer)
 
 
 def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy, wall_time: WallTime) -> None:
@@ -206,7 +208,7 @@ def open_run_folder(run: TrainingRun, strategy: AcceleratedStrategy, wall_time: 
 
 
 @contextlib.contextmanager
-def run_context(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Health]:
+def watch_run(run: TrainingRun, strategy: AcceleratedStrategy) -> Iterator[Health]:
     """Watch the other ranks, and write `status.json` if an error ends the run in its open folder.
 
     Raises:
@@ -301,6 +303,7 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
     run = trainer.run = replace(trainer.run, resume_from=checkpoint, skipped=skipped)
     load_start_checkpoint(trainer)
     supersede_later_checkpoints(trainer)
+    log_first_step(trainer)
     trainer.loader = replace(trainer.loader, skipped=skipped)
     trainer.metadata["skip_samples"] = str(skipped)
     trainer.last_saved_step = None
@@ -368,7 +371,7 @@ def evaluate(config: CoreConfig, world: World) -> None:
     check_same_start(run)
     log_start(run, strategy, model)
     load_weights(run.resume_from, strategy)
-    evaluate_model = make_evaluate(run, strategy)
+    evaluate_model = make_evaluator(run, strategy)
     assert evaluate_model is not None  # read_evaluation requires validation data
     extensions = make_loop_extensions(
         LoopContext(run, strategy, model, keep_alive=lambda: None, paused=contextlib.nullcontext)

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import check_unchanged
+from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import plan_batch_phases
 from llm.data.corpus import Samples
@@ -124,13 +125,7 @@ def _plan_learning_rates(
     Raises:
         ConfigError: The phases do not fit into the run.
     """
-    decay = config.decay
-    decay_steps = None if decay is None else decay.value
-    if decay is not None and decay.unit != "steps":
-        decay_samples = batch_plan.count_duration_samples(decay, block_size=block_size)
-        decay_steps = batch_plan.total_steps - batch_plan.count_steps(
-            batch_plan.total_samples - decay_samples
-        )
+    decay_steps = _count_decay_steps(config.decay, batch_plan, block_size=block_size)
     schedule = make_schedule(
         config,
         total_steps=batch_plan.total_steps,
@@ -140,8 +135,17 @@ def _plan_learning_rates(
     )
     if config.lr_batch_scaling == "none":
         return schedule
-
     return partial(_scale_by_batch_growth, schedule, batch_plan)
+
+
+def _count_decay_steps(
+    decay: Duration | None, batch_plan: BatchPlan, *, block_size: int
+) -> float | None:
+    """Return the steps of the decay at the end of a run; None for the schedule's default."""
+    if decay is None or decay.unit == "steps":
+        return None if decay is None else decay.value
+    decay_samples = batch_plan.count_duration_samples(decay, block_size=block_size)
+    return batch_plan.total_steps - batch_plan.count_steps(batch_plan.total_samples - decay_samples)
 
 
 def _scale_by_batch_growth(schedule: Schedule, batch_plan: BatchPlan, step: float) -> float:
@@ -150,10 +154,10 @@ def _scale_by_batch_growth(schedule: Schedule, batch_plan: BatchPlan, step: floa
     return schedule(step) * math.sqrt(batch_growth)
 
 
-def _add_cooldown(
+def _plan_with_cooldown(
     config: CoreConfig, branch: Branch | None, batch_plan: BatchPlan, *, block_size: int
 ) -> tuple[BatchPlan, Schedule]:
-    """Return batch plan and schedule of a run; a cooldown replaces the end.
+    """Return batch plan and schedule of a run; a cooldown, if there is one, replaces its end.
 
     Args:
         config: The options.
@@ -169,15 +173,8 @@ def _add_cooldown(
     if branch is None or branch.cooldown_from is None or config.cooldown_tokens is None:
         return batch_plan, schedule
     step = branch.cooldown_from
-    cooldown_samples = math.ceil(config.cooldown_tokens / block_size)
-    global_batch_size = batch_plan.phase(step).global_batch_size
-    if cooldown_samples < global_batch_size:
-        raise ConfigError(
-            f"--cooldown_tokens {config.cooldown_tokens:,} is less than one step of "
-            f"{global_batch_size * block_size:,} tokens; make it longer."
-        )
-    batch_plan = dataclasses.replace(
-        batch_plan, total_samples=batch_plan.count_samples(step) + cooldown_samples
+    batch_plan = _end_after_cooldown(
+        batch_plan, step, cooldown_tokens=config.cooldown_tokens, block_size=block_size
     )
     cooldown_schedule = _plan_learning_rates(
         config, batch_plan, block_size=block_size, cooldown_from=step
@@ -191,6 +188,21 @@ def _add_cooldown(
             "warmup_stable_decay between warm-up and decay."
         )
     return batch_plan, cooldown_schedule
+
+
+def _end_after_cooldown(
+    batch_plan: BatchPlan, first_step: int, *, cooldown_tokens: int, block_size: int
+) -> BatchPlan:
+    """Return a batch plan that ends so many tokens after the first step of a cooldown."""
+    num_samples = math.ceil(cooldown_tokens / block_size)
+    global_batch_size = batch_plan.phase(first_step).global_batch_size
+    if num_samples < global_batch_size:
+        raise ConfigError(
+            f"--cooldown_tokens {cooldown_tokens:,} is less than one step of "
+            f"{global_batch_size * block_size:,} tokens; make it longer."
+        )
+    total_samples = batch_plan.count_samples(first_step) + num_samples
+    return dataclasses.replace(batch_plan, total_samples=total_samples)
 
 
 def choose_skipped_samples(
@@ -256,7 +268,9 @@ def plan_training(
         ),
         global_batch_size=read_inherited_global_batch(run),
     )
-    batch_plan, schedule = _add_cooldown(run.config, branch, batch_plan, block_size=run.block_size)
+    batch_plan, schedule = _plan_with_cooldown(
+        run.config, branch, batch_plan, block_size=run.block_size
+    )
     _check_steps_left(run, batch_plan.total_steps)
     for extension in run.extensions:
         schedule = extension.change_schedule(schedule, total_steps=batch_plan.total_steps)
