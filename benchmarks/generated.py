@@ -1,8 +1,9 @@
 """Count the bytes that the code generated for a block on a GPU reads and writes.
 
-python -m benchmarks.generated [--models gpt2 llama] [--kernels]
+python -m benchmarks.generated [--models gpt2 llama] [--kernels] [--registers]
 
-Needs Triton, but no GPU: Inductor generates its code for a made-up H100.
+Needs Triton, but no GPU: Inductor generates its code for a made-up H100. `--registers` compiles the
+project's Triton kernels for it, and lists their registers and what they spill.
 """
 
 import importlib.util
@@ -86,6 +87,9 @@ class GeneratedOptions(ReportOptions):
 
     models: tuple[str, ...] = option((), f"Of {' and '.join(SHAPES)}; by default all.", group="Run")
     kernels: bool = option(False, "List each kernel of at least 1 MB.", group="Run")
+    registers: bool = option(
+        False, "Only compile the project's kernels, and list their registers.", group="Run"
+    )
 
 
 def make_model(
@@ -178,6 +182,9 @@ def report(options: GeneratedOptions, folder: Path) -> str:
         raise ConfigError(f"--models {unknown_models[0]} is none of: {', '.join(SHAPES)}.")
     if importlib.util.find_spec("triton") is None:
         raise CaseFailed("Triton is missing: pip install triton")
+    if options.registers:
+        facts = [*machine(("torch", "triton")), "Kernels for sm_90a. Nothing ran on a GPU"]
+        return render("Compiled kernels", facts, [_registers_section()])
     sections = []
     for name in options.models or SHAPES:
         shape = SHAPES[name]
@@ -197,6 +204,29 @@ def report(options: GeneratedOptions, folder: Path) -> str:
         "and attention. Nothing ran on a GPU",
     ]
     return render("Generated code", facts, sections)
+
+
+def _registers_section() -> Section:
+    """Return the registers and the memory of the project's kernels.
+
+    Raises:
+        CaseFailed: Triton has no assembler.
+    """
+    from benchmarks.compiled_kernels import PTXAS, compile_launches, launches
+
+    if not PTXAS.exists():
+        raise CaseFailed(f"The assembler is missing: {PTXAS}")
+    rows = [
+        [
+            f"{title} ({kernel.name.lstrip('_')})",
+            *(str(kernel.num_warps), str(kernel.registers)),
+            *(str(kernel.spilled_bytes), f"{kernel.shared_bytes:,}"),
+        ]
+        for title, launch in launches()
+        for kernel in compile_launches(launch)
+    ]
+    header = ["kernel", "warps", "registers of a thread", "spilled bytes", "shared bytes"]
+    return Section(title="Kernels", lines=table(header, rows))
 
 
 def _kernel_table(kernels: Sequence["GeneratedKernel"]) -> list[str]:

@@ -68,8 +68,10 @@ _OPTIMIZERS = {
     "llm, SOAP": ("--optimizer", "soap"),
     "llm, EKFAC": _KFAC_FLAGS,
 }
+_FUSED = "llm, all fused kernels"
 _FP8_HEAD = "llm, fp8 head"
 _FLAGS = {
+    _FUSED: ("--fused_kernels", "all"),
     _FP8_HEAD: ("--fp8_head",),
     _RECOMPUTED: ("--activation_checkpointing", "full", "--moment_dtype", "bf16"),
     **_OPTIMIZERS,
@@ -80,7 +82,10 @@ _PEERS = {"plain loop": "plain_loop", "HF Trainer": "hf_trainer"}
 _NANOGPT = "nanoGPT"
 _KFAC = ("llm, AdamW, 8k tokens", "llm, K-FAC, 8k tokens")
 _KFAC_TOKENS = 8192
-_PROGRAMS = ("llm", _NANOGPT, *_PEERS, _RECOMPUTED, *_PRECISIONS, _FP8_HEAD, *_OPTIMIZERS, *_KFAC)
+_PROGRAMS = (
+    *("llm", _NANOGPT, *_PEERS, _RECOMPUTED),
+    *(*_PRECISIONS, _FUSED, _FP8_HEAD, *_OPTIMIZERS, *_KFAC),
+)
 _WARM_UP = 30
 _LIMIT = 600.0
 _LEAST_MFU = {"124M": 0.5, "350M": 0.5, "1.1B": 0.55}
@@ -105,8 +110,8 @@ class GPUBenchmarkOptions(ReportOptions):
     )
     only: tuple[Part, ...] = option(
         ("speed", "precisions", "optimizers", "kfac"),
-        "Parts to measure: all programs in bf16; our other precisions and uncompiled steps; our "
-        "other optimizers; K-FAC's step and AdamW's with few tokens.",
+        "Parts to measure: all programs in bf16; our other precisions, uncompiled steps, and all "
+        "fused kernels; our other optimizers; K-FAC's step and AdamW's with few tokens.",
         group="Run",
     )
     programs: tuple[str, ...] = option(
@@ -227,7 +232,7 @@ def _programs_of(options: GPUBenchmarkOptions, shape: Model, *, is_first: bool) 
         if "precisions" in options.only:
             # GPT-2's layers have another type than those that multiply in float8.
             programs += [name for name in _PRECISIONS if name != "llm, fp8" or shape.is_llama]
-            programs.append(_FP8_HEAD)
+            programs += [_FUSED, _FP8_HEAD]
         if not shape.num_experts:
             programs += _OPTIMIZERS if "optimizers" in options.only else ()
             programs += _KFAC if "kfac" in options.only else ()

@@ -22,6 +22,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx, scheduler
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map, tree_map_only
@@ -208,6 +209,8 @@ def made_up_gpu() -> Iterator[None]:
         stack.enter_context(worker_properties)
         stack.enter_context(mock.patch.object(scheduler, "has_triton", return_value=True))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        # It asks for the driver, where PyTorch is built with CUDA.
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
         # It copies into a tensor, which fake tensors on a GPU refuse without CUDA.
         stack.enter_context(
             mock.patch.object(reinplace, "_inplace_generalized_scatter", lambda values, *_: values)

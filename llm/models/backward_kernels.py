@@ -4,8 +4,7 @@ Each reads and writes every tensor once, and also computes the sums over tokens 
 of gains and biases need. `fused_backward` puts them in the place of PyTorch's operations.
 
 A program adds up some rows in their order, and PyTorch then adds the sums of the programs. No
-addition is atomic, and the division into programs depends on the shape only, so the bits do not
-depend on the card or on timing.
+addition is atomic, so the bits do not depend on timing.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_NORM_WIDTH = 16384
-"""Widest norm of `norm_backward`: a program holds a row in registers."""
+MAX_NORM_WIDTH = 8192
+"""Widest norm of `norm_backward`: a program holds a row, and sums of its width, in registers."""
 MAX_GRADIENTS = 3
 """Most gradients that `norm_backward` adds up: those through query, key and value."""
 
@@ -194,7 +193,6 @@ def gelu_backward(gradient: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         outputs,
         partial_sums,
         first_column=0,
-        has_gelu=True,
     )
     return outputs, partial_sums.sum(0)
 
@@ -223,9 +221,7 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, T
     first_column = 0
     for part in parts:
         rows = part.reshape(num_rows, part.shape[-1])
-        _write_and_sum_columns(
-            rows, rows, outputs, partial_sums, first_column=first_column, has_gelu=False
-        )
+        _write_and_sum_columns(rows, None, outputs, partial_sums, first_column=first_column)
         first_column += part.shape[-1]
     return outputs, partial_sums.sum(0)
 
@@ -245,30 +241,28 @@ def _empty_program_sums(num_rows: int, width: int, like: Tensor) -> Tensor:
 
 def _write_and_sum_columns(
     gradient: Tensor,
-    inputs: Tensor,
+    inputs: Tensor | None,
     outputs: Tensor,
     partial_sums: Tensor,
     *,
     first_column: int,
-    has_gelu: bool,
 ) -> None:
     """Write some columns of `outputs`, and the sums over their rows.
 
     Args:
         gradient: The values to write, [rows, columns], or GELU's gradient of the output.
-        inputs: GELU's input, [rows, columns]; not read without GELU.
+        inputs: GELU's input, [rows, columns]; None without GELU.
         outputs: [..., width]; its columns from `first_column` on are written.
         partial_sums: Sums of the programs, fp32 [programs, width].
         first_column: Index of the first written column.
-        has_gelu: Whether to multiply by the derivative of GELU.
     """
     num_rows, num_columns = gradient.shape
     gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
     grid = triton.cdiv(num_columns, _TILE_COLUMNS), len(partial_sums)
     _write_and_sum_tiles[grid](
-        *(gradient, inputs.contiguous(), outputs, partial_sums, num_rows, num_columns),
-        *(gradient.stride(0), partial_sums.shape[1], first_column),
-        has_gelu=has_gelu,
+        *(gradient, gradient if inputs is None else inputs.contiguous(), outputs, partial_sums),
+        *(num_rows, num_columns, gradient.stride(0), partial_sums.shape[1], first_column),
+        has_gelu=inputs is not None,
         tile_rows=_TILE_ROWS,
         tile_columns=_TILE_COLUMNS,
         num_tiles=_TILES_PER_PROGRAM,

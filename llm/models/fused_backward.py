@@ -42,6 +42,7 @@ _aten, _ops = torch.ops.aten, torch.ops.llm
 _cast = torch.ops.prims.convert_element_type.default
 
 
+@functools.cache  # modules share a graph only if they have the same instance of the pass
 def inductor_options() -> dict[str, Any]:
     """Return the options of torch.compile for modules with fused backward passes."""
     return {"post_grad_custom_pre_pass": FuseBackward()}

@@ -37,6 +37,31 @@ def test_each_lever_saves_bytes_in_the_generated_code(model, forward, backward):
         assert backward_count <= limits[1]
 
 
+def test_the_projects_kernels_fit_the_registers_and_the_memory_of_a_gpu():
+    pytest.importorskip("triton", reason="comes with CUDA builds and with the extra `dev`")
+    from benchmarks.compiled_kernels import (
+        MAX_SHARED_BYTES,
+        PTXAS,
+        compile_launches,
+        launches,
+        norm_launch,
+    )
+    from llm.models.backward_kernels import MAX_NORM_WIDTH
+
+    if not PTXAS.exists():
+        pytest.skip("this build of Triton has no assembler")
+    kernels = [kernel for _, launch in launches() for kernel in compile_launches(launch)]
+    names = {"_norm_backward_rows", "_write_and_sum_tiles", "_softmax_rows"}
+    assert {kernel.name for kernel in kernels} == names
+    (widest,) = compile_launches(norm_launch(8192, MAX_NORM_WIDTH, has_means=True))
+    for kernel in (*kernels, widest):
+        assert kernel.shared_bytes <= MAX_SHARED_BYTES
+        assert kernel.registers * 32 * kernel.num_warps <= 65536  # or it does not start
+    assert sum(kernel.spilled_bytes for kernel in kernels) == 0
+    # 56 with Triton 3.7; twice the width spills 2,560.
+    assert widest.spilled_bytes <= 100
+
+
 def test_levers_are_rehearsed_on_a_cpu(tmp_path):
     rows = tmp_path / "rows.jsonl"
     text = report(LeversOptions(device="cpu", repeats=1, rows=str(rows)), tmp_path)

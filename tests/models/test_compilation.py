@@ -1,9 +1,11 @@
 """Compiled blocks have a graph for each shape of a batch, whichever shape comes first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx as inductor_compiler
 import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -63,6 +65,23 @@ def test_more_shapes_than_pytorchs_limit_are_compiled(batch_sizes):
     for size in range(2, 14):
         run(loss, size, training=True)
     assert batch_sizes == list(range(2, 14))
+
+
+def test_blocks_with_fused_backward_passes_share_one_graph(monkeypatch):
+    pytest.importorskip("triton", reason="fused backward passes are Triton kernels")
+    graphs: list[GraphModule] = []
+
+    def record(graph: GraphModule, inputs: list[Tensor], **_: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(inductor_compiler, "compile_fx", record)
+    torch._dynamo.reset()
+    model = tiny_model(tiny_config("gpt2", n_layer=4), fused_gelu=True)
+    compile_blocks(model, fuse_backward=True)
+    run(LanguageModelLoss(model), 2, training=False)
+    assert sum("attn" in graph.code for graph in graphs) == 1
+    torch._dynamo.reset()
 
 
 def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel():

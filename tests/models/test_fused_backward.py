@@ -106,6 +106,21 @@ def check_join() -> None:
     close(sums, joined.double().sum((0, 1)))
 
 
+def check_fake_results() -> None:
+    """Their shapes, dtypes and strides, from which Inductor plans memory, are the real ones."""
+    from llm.models.backward_kernels import gelu_backward, join_columns, norm_backward
+
+    inputs, means = torch.randn(35, 2, 96).transpose(0, 1), torch.randn(2, 35, 1)
+    gradient = torch.randn(2, 96, 35).transpose(1, 2)
+    gains = torch.randn(96)
+    arguments = [gradient], inputs, means, means.exp(), gains, gradient, FP16
+    torch.library.opcheck(norm_backward, arguments)
+    arguments = [gradient.to(BF16)] * 2, inputs, None, means.exp(), gains, None, None
+    torch.library.opcheck(norm_backward, arguments)
+    torch.library.opcheck(gelu_backward, (gradient.to(BF16), inputs.to(BF16)))
+    torch.library.opcheck(join_columns, ([gradient, inputs[..., :71]], FP16))
+
+
 class Compiler:
     """Compiles blocks with the pass, and runs their graphs operation by operation."""
 
@@ -251,3 +266,4 @@ if __name__ == "__main__":
         check_gelu(FP32)
         check_gelu(BF16)
         check_join()
+        check_fake_results()
