@@ -36,7 +36,8 @@ def compile_blocks(model: nn.Module, *, fuse_backward: bool = False) -> None:
     would get a slower graph for all sizes, and training would keep it if an evaluation with another
     batch size came first. Code between blocks stays eager: FSDP's collectives, pipeline stages and
     the lookup of a tied embedding. A block that cannot be compiled runs uncompiled, with torch's
-    warning.
+    warning. Make the loss before: it runs norms in a dispatch mode, and Dynamo never compiles a
+    function that it has met in one.
 
     Args:
         model: A model that is not sharded yet, so that FSDP's hooks run around the graphs.

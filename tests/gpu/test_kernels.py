@@ -79,13 +79,14 @@ def test_fused_backward_passes_have_the_gradients_of_plain_blocks(family):
     gradients = []
     for fused in (False, True):
         model = tiny_model(tiny_config(family, **dropout), device=DEVICE, fused_gelu=True)
+        loss = LanguageModelLoss(model)
         if fused:
             compile_blocks(model, fuse_backward=True)
         with (
             torch._dynamo.config.patch(suppress_errors=False),
             torch.autocast(DEVICE.type, torch.bfloat16),
         ):
-            objective, _ = LanguageModelLoss(model)(ids[:, :-1], ids[:, 1:])
+            objective, _ = loss(ids[:, :-1], ids[:, 1:])
         objective.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     plain, found = gradients

@@ -78,9 +78,10 @@ def test_blocks_with_fused_backward_passes_share_one_graph(monkeypatch):
     monkeypatch.setattr(inductor_compiler, "compile_fx", record)
     torch._dynamo.reset()
     model = tiny_model(tiny_config("gpt2", n_layer=4), fused_gelu=True)
+    loss = LanguageModelLoss(model)
     compile_blocks(model, fuse_backward=True)
-    run(LanguageModelLoss(model), 2, training=False)
-    assert sum("attn" in graph.code for graph in graphs) == 1
+    run(loss, 2, training=False)
+    assert len(graphs) == 2  # of the blocks, and of the last norm
     torch._dynamo.reset()
 
 
