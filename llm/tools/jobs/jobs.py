@@ -26,11 +26,14 @@ from llm.tools.jobs.planned_memory import plan_notes
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
+    format_walltime,
     load_template,
     quoted_rows,
     read_minutes,
+    split_arguments,
     without_output,
     write_file,
+    write_script,
 )
 from llm.tools.jobs.site_tables import site_description, site_table
 from llm.tools.jobs.sites import Site, choose_queue, find_site, known_sites
@@ -68,26 +71,49 @@ _VARIABLE_BY_OPTION = {
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    if argv[:1] == ["prepare"]:
-        return write_preparation_job(argv)
-    if argv[:1] == ["output_dir"]:
-        return print_output_dir(argv[1:])
-    is_sweep = argv[:1] == ["sweep"]
-    arguments = list(argv[1:] if is_sweep else argv)
-    separator = arguments.index("--") if "--" in arguments else len(arguments)
-    command, trainer_arguments = arguments[:separator], arguments[separator + 1 :]
-    option_names = [option_name(word) for word in command if word.startswith("--")]
-    needs_trainer = {"detect", "list_sites", "help"}.isdisjoint(
-        option_names
-    ) and "-h" not in command
-    if separator == len(arguments) and needs_trainer:
+    match list(argv):
+        case ["prepare", *arguments]:
+            return write_preparation_job(arguments)
+        case ["output_dir", *arguments]:
+            return print_output_dir(arguments)
+        case ["sweep", *arguments]:
+            return _write_training_job(arguments, is_sweep=True)
+        case arguments:
+            return _write_training_job(arguments, is_sweep=False)
+
+
+def _write_training_job(arguments: Sequence[str], *, is_sweep: bool) -> int:
+    """Write the script of a run or of a sweep, or answer about sites; return the exit code."""
+    command, trainer_arguments = split_arguments(arguments)
+    if not trainer_arguments and not _asks_about_sites(command):
         raise ConfigError(_NO_SWEEP_OPTIONS if is_sweep else _NO_TRAINER_OPTIONS)
-    if "sweep" in option_names:
+    options = _parse_options(command, is_sweep=is_sweep)
+    if options.list_sites:
+        return _print_sites(options.site)
+    if options.detect:
+        return _write_draft(options.output)
+    if is_sweep:
+        text, notes = array_script(options, command=command, sweep_arguments=trainer_arguments)
+    else:
+        text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
+    write_script(options.output, text, notes)
+    return 0
+
+
+def _asks_about_sites(command: Sequence[str]) -> bool:
+    """Return whether a command writes no script: it asks for sites, for a draft or for help."""
+    option_names = {option_name(word) for word in command if word.startswith("--")}
+    return "-h" in command or not option_names.isdisjoint({"detect", "list_sites", "help"})
+
+
+def _parse_options(command: Sequence[str], *, is_sweep: bool) -> JobOptions:
+    """Read the options of the job, which stand before `--`."""
+    if any(option_name(word) == "sweep" for word in command if word.startswith("--")):
         raise ConfigError(
             "--sweep is now a program with a table of the results: write llm-trainers jobs sweep "
             "SCHEDULER -- --output_dir FOLDER --grid OPTION=A,B -- TRAINER OPTIONS."
         )
-    options = parse(
+    return parse(
         JobOptions,
         command,
         prog="llm-trainers jobs sweep" if is_sweep else "llm-trainers jobs",
@@ -98,17 +124,6 @@ def main(argv: Sequence[str]) -> int:
         if is_sweep
         else "slurm --nodes 8 --requeue --output job.sh -- --config run.toml",
     )
-    if options.list_sites:
-        return _print_sites(options.site)
-    if options.detect:
-        return _write_draft(options.output)
-    if is_sweep:
-        text, notes = array_script(options, command=command, sweep_arguments=trainer_arguments)
-    else:
-        text, notes = job_script(options, command=command, trainer_arguments=trainer_arguments)
-    write_file(options.output, text, is_executable=True)
-    sys.stderr.write("".join(f"{note}\n" for note in notes))
-    return 0
 
 
 def _print_sites(name: str) -> int:
@@ -255,7 +270,7 @@ def job_script(
         job=job,
         site=site,
         torchrun=job.launcher == "torchrun",
-        walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
+        walltime=format_walltime(minutes),
         members=[" ".join(chain(*quoted_rows(arguments))) for arguments in member_arguments],
         has_whole_nodes=job.nodes > 1
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),

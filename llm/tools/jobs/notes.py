@@ -7,6 +7,7 @@ from typing import Any
 
 from llm.config.options import path_options
 from llm.config.shell import shell_line
+from llm.prepare.options import PrepareConfig
 from llm.tools.jobs.options import JobOptions, SchedulerOptions
 from llm.tools.jobs.planned_memory import plan_command
 from llm.tools.jobs.scripts import read_minutes
@@ -61,6 +62,22 @@ def describe_script(
             f"predict the rest {add_device or 'by: '}{shell_line(command)}"
         )
     return [*lines, *submit_notes(job)]
+
+
+def describe_preparation(job: SchedulerOptions, site: Site, config: PrepareConfig) -> list[str]:
+    """Return sentences about the needs of a preparation's script, its site and the next step.
+
+    Args:
+        job: The job, with a scheduler and a queue.
+        site: Its site.
+        config: The options of `llm-trainers prepare`.
+    """
+    return [
+        *unfilled_notes(job, site),
+        *queue_notes(job, site),
+        *input_notes(config),
+        *submit_notes(job),
+    ]
 
 
 def unfilled_notes(job: SchedulerOptions, site: Site) -> list[str]:

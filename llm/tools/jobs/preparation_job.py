@@ -5,7 +5,6 @@
 when the script is written.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,33 +12,51 @@ from llm.config.command_line import parse
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check
-from llm.tools.jobs.notes import input_notes, queue_notes, submit_notes, unfilled_notes
+from llm.tools.jobs.notes import describe_preparation
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
     check_job,
+    format_walltime,
     load_template,
     quoted_rows,
     read_minutes,
+    split_arguments,
     without_output,
-    write_file,
+    write_script,
 )
-from llm.tools.jobs.sites import choose_queue, find_site
+from llm.tools.jobs.sites import Site, choose_queue, find_site
 
 
 def write_preparation_job(argv: Sequence[str]) -> int:
     """Write the script of a preparation job; return the exit code.
 
     Args:
-        argv: `prepare`, the options of the job, `--`, and the options of `llm-trainers prepare`.
+        argv: The options of the job, `--`, and the options of `llm-trainers prepare`.
 
     Raises:
         ConfigError: An option does not fit the others, or `llm-trainers prepare` refuses its own.
     """
-    arguments = list(argv)
-    separator = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse(
+    command, prepare_arguments = split_arguments(argv)
+    options = _parse_options(command)
+    config = _parse_prepare_options(prepare_arguments)
+    _check_one_rank_per_node(config, num_nodes=options.nodes)
+    job, site = _place_job(options)
+    text = load_template(f"prepare_{job.scheduler}.sh").render(
+        job=job,
+        site=site,
+        walltime=format_walltime(read_minutes(job.time)),
+        options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
+        made_by=shell_line(["prepare", *without_output(command)]),
+    )
+    write_script(options.output, text, describe_preparation(job, site, config))
+    return 0
+
+
+def _parse_options(command: Sequence[str]) -> PreparationJobOptions:
+    """Read the options of the job, which stand before `--`."""
+    return parse(
         PreparationJobOptions,
-        arguments[1:separator],
+        command,
         prog="llm-trainers jobs prepare",
         description="Write a job script that prepares token files, with one process on each node; "
         "the options of llm-trainers prepare follow after --.",
@@ -48,35 +65,34 @@ def write_preparation_job(argv: Sequence[str]) -> int:
         example="slurm --nodes 10 --output job.sh -- --input 'text/*.jsonl' "
         "--tokenizer_name gpt2 --output_prefix data/web",
     )
+
+
+def _parse_prepare_options(arguments: Sequence[str]) -> PrepareConfig:
+    """Read and check the options of `llm-trainers prepare`.
+
+    Raises:
+        ConfigError: There are none, or `llm-trainers prepare` refuses them.
+    """
+    if not arguments:
+        raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
+    config = parse(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
+    check(config)
+    return config
+
+
+def _place_job(options: PreparationJobOptions) -> tuple[PreparationJobOptions, Site]:
+    """Return a job with its scheduler and queue, and its site with the queue's nodes.
+
+    Raises:
+        ConfigError: An option does not fit the site, or no queue accepts the job.
+    """
     site = find_site(options.site)
     job = replace(options, scheduler=options.scheduler or site.schedulers[0])
     check_job(job, site)
-    prepare_arguments = arguments[separator + 1 :]
-    if not prepare_arguments:
-        raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
-    config = parse(PrepareConfig, prepare_arguments, prog="llm-trainers prepare", description="")
-    check(config)
-    _check_one_rank_per_node(config, num_nodes=job.nodes)
-    minutes = read_minutes(job.time)
-    queue = choose_queue(site, queue_name=job.queue, nodes=job.nodes, minutes=minutes)
-    job = replace(job, queue=queue)
-    site = site.for_queue(queue)
-    text = load_template(f"prepare_{job.scheduler}.sh").render(
-        job=job,
-        site=site,
-        walltime=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
-        made_by=shell_line(without_output(arguments[:separator])),
+    queue = choose_queue(
+        site, queue_name=job.queue, nodes=job.nodes, minutes=read_minutes(job.time)
     )
-    write_file(options.output, text, is_executable=True)
-    notes = [
-        *unfilled_notes(job, site),
-        *queue_notes(job, site),
-        *input_notes(config),
-        *submit_notes(job),
-    ]
-    sys.stderr.write("".join(f"{note}\n" for note in notes))
-    return 0
+    return replace(job, queue=queue), site.for_queue(queue)
 
 
 def _check_one_rank_per_node(config: PrepareConfig, *, num_nodes: int) -> None:

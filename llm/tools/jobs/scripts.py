@@ -111,6 +111,30 @@ def without_output(command: Sequence[str]) -> list[str]:
     return arguments
 
 
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before and after `--`: the job's, and those of the program it runs."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, []
+    separator = arguments.index("--")
+    return arguments[:separator], arguments[separator + 1 :]
+
+
+def format_walltime(minutes: int) -> str:
+    """Return a time limit as directives have it, such as 36:00:00."""
+    return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def write_script(path: str | None, text: str, notes: Sequence[str]) -> None:
+    """Write a script to a new file, or to standard output, and the sentences about it to stderr.
+
+    Raises:
+        ConfigError: The file exists, or cannot be written.
+    """
+    write_file(path, text, is_executable=True)
+    sys.stderr.write("".join(f"{note}\n" for note in notes))
+
+
 def write_file(path: str | None, text: str, *, is_executable: bool = False) -> None:
     """Write a text to a new file, or to standard output.
 
