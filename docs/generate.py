@@ -41,7 +41,7 @@ SITES = PACKAGE / "tools" / "jobs" / "sites.toml"
 # Text of scripts, which the scripts themselves show.
 SITE_INTERNALS = (
     *("title", "master_addr", "pals", "numa", "queue_option", "first_cores", "task_cpu_bind"),
-    *("gpu_directive", "whole_node_directives"),
+    *("gpu_directive", "whole_node_directives", "has_torchrun"),
 )
 SITE_LABELS = {"ran": "run there by", "preemptable": "can be ended at any time"}
 WHAT_RAN = DOCS.parent / "benchmarks" / "results" / "what_ran.json"

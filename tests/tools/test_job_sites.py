@@ -267,6 +267,7 @@ def test_a_run_that_cannot_be_planned_here_gets_its_script_and_the_command(capsy
 def test_a_preparation_names_the_inputs_that_are_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").touch()
+    (tmp_path / "gpt2").mkdir()
     options = ["--tokenizer_name", "gpt2", "--output_prefix", "data/web", "--input", "a.jsonl"]
     argv = ["prepare", "slurm", "--account", "me", "--partition", "cpu"]
     assert main([*argv, "--", *options]) == 0

@@ -729,8 +729,7 @@ def test_the_program_says_what_a_script_still_needs(tmp_path, monkeypatch, capsy
     assert "Fill in __ALLOCATION__ before you submit, or give --account.\n" in said
     assert "Fill in __QUEUE__ before you submit, or give --partition.\n" in said
     assert "not on this machine" not in said
-    plan = "llm-trainers plan --nodes 1 --gpus_per_node 4 --model_name_or_path gpt2 --output_dir"
-    assert plan in said
+    assert "predict the rest: llm-trainers plan --nodes 1 --gpus_per_node 4 --device DEV" in said
     assert said.endswith("Submit it: sbatch a.sh\n")
     assert main(["slurm", "--output=-b c.sh", "--", *trainer, "web"]) == 0
     assert capsys.readouterr().err.endswith("Submit it: sbatch './-b c.sh'\n")

@@ -26,6 +26,7 @@ from llm.tools.jobs.planned_memory import plan_notes
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
+    find_cache_folders,
     format_walltime,
     load_template,
     quoted_rows,
@@ -37,6 +38,7 @@ from llm.tools.jobs.scripts import (
 )
 from llm.tools.jobs.site_tables import site_description, site_table
 from llm.tools.jobs.sites import Site, choose_queue, find_site, known_sites
+from llm.tools.plan.options import find_float8_problems
 from llm.tools.sweep.members import Base, Member
 from llm.tools.sweep.options import SweepOptions
 from llm.tools.sweep.sweep import parse_sweep, read_outcomes, read_sweep
@@ -264,12 +266,13 @@ def job_script(
     added_arguments = _resume_arguments(trainer_arguments, None if sets_end else exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
     arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
-    *_, config = [_check_run(job, arguments) for arguments in arguments_of_runs]
+    *_, config = [_check_run(job, site, arguments) for arguments in arguments_of_runs]
 
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
         site=site,
         torchrun=job.launcher == "torchrun",
+        cache_folders=find_cache_folders(job),
         walltime=format_walltime(minutes),
         members=[" ".join(chain(*quoted_rows(arguments))) for arguments in member_arguments],
         has_whole_nodes=job.nodes > 1
@@ -314,21 +317,29 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
     site = site.for_queue(queue)
     job = replace(_fill_in_site(options, site), queue=queue)
     _check_devices(job, site)
+    if job.launcher == "torchrun" and not site.has_torchrun:
+        raise ConfigError(
+            f"--launcher torchrun does not work with the settings of --site {job.site}, which need "
+            f"{site.launcher}; leave it out."
+        )
     _check_minutes(job, minutes)
     return job, site
 
 
-def _check_run(job: JobOptions, arguments: Sequence[str]) -> CoreConfig:
+def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreConfig:
     """Return the options of a run of the job.
 
     Raises:
-        ConfigError: The trainer refuses them, or they have no folder or do not fit the ranks.
+        ConfigError: The trainer refuses them, or they have no folder, or do not fit the ranks or
+            the device.
     """
     assert job.gpus_per_node is not None
     config = parse_args(arguments)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
+    if site.device is not None and (problems := find_float8_problems(config, site.device)):
+        raise ConfigError(" ".join(problems))
     return config
 
 

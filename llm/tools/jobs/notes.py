@@ -1,16 +1,18 @@
 """Notes about a job script that the program has written."""
 
+import os
 from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from llm.config.options import path_options
+from llm.config.options import fields, path_options
 from llm.config.shell import shell_line
 from llm.prepare.options import PrepareConfig
+from llm.tools.fetch import FetchOptions
 from llm.tools.jobs.options import JobOptions, SchedulerOptions
 from llm.tools.jobs.planned_memory import plan_command
-from llm.tools.jobs.scripts import read_minutes
+from llm.tools.jobs.scripts import find_cache_folders, read_minutes
 from llm.tools.jobs.sites import NOBODY, Site, queue_flag
 from llm.trainers.gpt.config import CoreConfig
 
@@ -23,10 +25,12 @@ _FILE_OPTIONS = {
     "validation_file",
     "vocab_file",
     "merges_file",
-    "config_name",
     "input",
 }
 """Options that name files only. Others, such as tokenizer_name, also take names on the Hub."""
+
+_LOGIN_BY_TOKEN = {"HF_TOKEN": "hf auth login", "WANDB_API_KEY": "wandb login"}
+"""Variables that scripts must not contain, each with the command that saves its token in a file."""
 
 
 def describe_script(
@@ -53,13 +57,23 @@ def describe_script(
         lines.append(
             f"The job uses {job.gpus_per_node} of the {site.gpus_per_node} devices of each node."
         )
-    lines += [*unfilled_notes(job, site), *queue_notes(job, site), *input_notes(config), *plan]
+    if job.spare_nodes:
+        num_requested = job.nodes + job.spare_nodes
+        lines.append(f"The job requests {num_requested} nodes, {job.spare_nodes} of them spare.")
+    if job.launcher == "torchrun" and site.launcher != "torchrun":
+        lines.append(f"The pages of {job.site} start a task per device, without torchrun.")
+    lines += [
+        *unfilled_notes(job, site),
+        *queue_notes(job, site),
+        *input_notes(config),
+        *environment_notes(job),
+        *plan,
+    ]
     if not plan:
-        command = plan_command(job, site.device, trainer_arguments)
-        add_device = "" if site.device else "for a device, add --device: "
+        command = plan_command(job, site.device or "DEVICE", trainer_arguments)
         lines.append(
             "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
-            f"predict the rest {add_device or 'by: '}{shell_line(command)}"
+            f"predict the rest: {shell_line(command)}"
         )
     return [*lines, *submit_notes(job)]
 
@@ -76,6 +90,7 @@ def describe_preparation(job: SchedulerOptions, site: Site, config: PrepareConfi
         *unfilled_notes(job, site),
         *queue_notes(job, site),
         *input_notes(config),
+        *environment_notes(job),
         *submit_notes(job),
     ]
 
@@ -105,6 +120,13 @@ def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
             option = queue_flag(site, job.scheduler).removeprefix("--")
             notes.append(f"The job goes to the {option} {queue.name} ({queue.limits}).")
             break
+    queue_names = dict.fromkeys(queue.name for queue in site.queues)
+    if queue_names and job.queue not in queue_names:
+        notes.append(
+            f"The table of {job.site}, of {site.date or 'an unknown date'}, has no "
+            f"{queue_flag(site, job.scheduler)} {job.queue}, so its limits have not been checked. "
+            f"It has {', '.join(queue_names)}."
+        )
     if site.is_preemptable(job.queue or ""):
         notes.append(f"A job in {job.queue} can be ended at any time: save often.")
     if site.queues:
@@ -119,13 +141,72 @@ def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
 
 
 def input_notes(config: Any) -> list[str]:
-    """Return a sentence for each file that an option names and this machine does not have."""
-    return [
+    """Return a sentence for each file that is missing here, and one about inputs on the Hub."""
+    notes = [
         f"--{name} {path} is not on this machine; the job needs it."
         for name, path in path_options(config)
         if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and path.startswith((".", "/")))
         if not _exists_here(path)
     ]
+    hub_inputs = _inputs_on_hub(config)
+    if hub_inputs:
+        notes.append(
+            f"Nodes load {' and '.join(hub_inputs)} from the Hub. If they do not reach it, first "
+            f"run {shell_line(_fetch_command(config))} and give the paths in offline/run.toml."
+        )
+    return notes
+
+
+def _inputs_on_hub(config: Any) -> list[str]:
+    """Return the flags that name something on the Hub, each with its value."""
+    flags = []
+    for field in fields(FetchOptions):
+        if not field.option.path and not field.is_list:
+            continue
+        value = getattr(config, field.name, field.default)
+        flags += [
+            f"--{field.name} {name}"
+            for name in (value if field.is_list else [value])
+            if name not in (None, "accuracy")  # a metric of the trainer
+            if not name.startswith((".", "/")) and not Path(name).exists()
+        ]
+    return flags
+
+
+def _fetch_command(config: Any) -> list[str]:
+    """Return the command that downloads what the options name on the Hub."""
+    command = ["llm-trainers", "fetch", "offline"]
+    for field in fields(FetchOptions):
+        value = getattr(config, field.name, field.default)
+        if value == field.default:
+            continue
+        if field.is_switch:
+            command.append(f"--{field.name}")
+        else:
+            values = value if field.is_list else [value]
+            command += [f"--{field.name}", *map(str, values)]
+    return command
+
+
+def environment_notes(job: SchedulerOptions) -> list[str]:
+    """Return sentences about the environment that the job needs, or takes from here.
+
+    Args:
+        job: The job, with a scheduler.
+    """
+    notes = []
+    if job.venv is not None and not Path(job.venv, "bin", "python").exists():
+        notes.append(f"--venv {job.venv} has no bin/python on this machine; the job needs it.")
+    cache_folders = find_cache_folders(job)
+    if cache_folders:
+        notes.append(f"The script sets {' and '.join(cache_folders)} to the folders of this shell.")
+    if job.scheduler == "pbs":
+        notes += [
+            f"qsub does not pass {variable} to the job; run `{command}` once."
+            for variable, command in _LOGIN_BY_TOKEN.items()
+            if variable in os.environ
+        ]
+    return notes
 
 
 def _exists_here(path: str) -> bool:

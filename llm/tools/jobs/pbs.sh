@@ -25,7 +25,12 @@
 {% endif %}
 #
 {% if not members %}
+{% if exit_after is none %}
 # Options of qsub override the directives below. Your own configuration replaces OPTIONS:
+{% else %}
+# Options of qsub override the directives below; for another walltime, write another script. Your
+# own configuration replaces OPTIONS:
+{% endif %}
 #
 #     qsub -A ALLOCATION -q QUEUE -v CONFIG=CONFIG.toml SCRIPT
 #
@@ -59,6 +64,12 @@ VENV={{ job.venv | quote }}
 # The environment with the llm package: by default `venv` in the folder where you called qsub.
 VENV=${VENV:-venv}
 {% endif %}
+{% if cache_folders %}
+# qsub does not pass these folders, which were set when this script was written.
+{% for variable, folder in cache_folders.items() %}
+export {{ variable }}=${{ "{" }}{{ variable }}:-{{ folder | quote }}{{ "}" }}
+{% endfor %}
+{% endif %}
 OPTIONS=(
 {% for row in trainer %}
     {{ row }}
@@ -72,13 +83,23 @@ set -- ${CONFIG:+"$CONFIG"} "$@"
 {% include 'members.sh' %}
 {% else %}
 if (($#)); then
-    OPTIONS=(--resume_from_checkpoint {{ "--exit_after %s " | format(exit_after) if exit_after is not none }}--config "$@")
+{% if exit_after is not none %}
+    # CONFIG.toml may end the run earlier, but not after the job.
+    END=$(sed -nE 's/^exit[_-]after *= *([0-9]+).*/\1/p' "$1" 2> /dev/null)
+    OPTIONS=(--resume_from_checkpoint --exit_after $((END > 0 && END < {{ exit_after }} ? END : {{ exit_after }})) --config "$@")
+{% else %}
+    OPTIONS=(--resume_from_checkpoint --config "$@")
+{% endif %}
 fi
 {% endif %}
 
 {% include 'activate.sh' %}
 
 GPUS=${GPUS:-{{ job.gpus_per_node }}}
+if ((GPUS > {{ job.gpus_per_node }})); then
+    echo "GPUS=$GPUS is more than the {{ job.gpus_per_node }} devices per node of this script; write another one by --gpus_per_node." >&2
+    exit 2
+fi
 export OMP_NUM_THREADS={{ job.cpus_per_gpu }}
 
 {% if job.spare_nodes %}

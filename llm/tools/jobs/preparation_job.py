@@ -16,6 +16,7 @@ from llm.tools.jobs.notes import describe_preparation
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
     check_job,
+    find_cache_folders,
     format_walltime,
     load_template,
     quoted_rows,
@@ -44,6 +45,7 @@ def write_preparation_job(argv: Sequence[str]) -> int:
     text = load_template(f"prepare_{job.scheduler}.sh").render(
         job=job,
         site=site,
+        cache_folders=find_cache_folders(job),
         walltime=format_walltime(read_minutes(job.time)),
         options=[" ".join(row) for row in quoted_rows(prepare_arguments)],
         made_by=shell_line(["prepare", *without_output(command)]),

@@ -35,6 +35,12 @@ VENV={{ job.venv | quote }}
 # The environment with the llm package: by default `venv` in the folder where you called qsub.
 VENV=${VENV:-venv}
 {% endif %}
+{% if cache_folders %}
+# qsub does not pass these folders, which were set when this script was written.
+{% for variable, folder in cache_folders.items() %}
+export {{ variable }}=${{ "{" }}{{ variable }}:-{{ folder | quote }}{{ "}" }}
+{% endfor %}
+{% endif %}
 OPTIONS=(
 {% for row in options %}
     {{ row }}

@@ -1,5 +1,6 @@
 """Common parts of all job scripts: templates, time limits, checks, and the file that is written."""
 
+import os
 import re
 import shlex
 import sys
@@ -13,6 +14,27 @@ from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.tools.jobs.options import SchedulerOptions
 from llm.tools.jobs.sites import Site
+
+_FOLDER_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "LLM_CACHE_DIR")
+"""Variables that name folders of caches."""
+
+
+def find_cache_folders(job: SchedulerOptions) -> dict[str, str]:
+    """Return the folders of caches that are set here and that the scheduler does not pass.
+
+    Args:
+        job: The job, with a scheduler.
+
+    Returns:
+        Absolute paths by variable. `sbatch` passes the environment, and `qsub` does not.
+    """
+    if job.scheduler == "slurm":
+        return {}
+    return {
+        variable: str(Path(os.environ[variable]).expanduser().absolute())
+        for variable in _FOLDER_VARIABLES
+        if os.environ.get(variable)
+    }
 
 
 def check_job(job: SchedulerOptions, site: Site) -> None:

@@ -80,6 +80,7 @@ class Site:
         gpus_per_node: Devices of a node, as torch counts them.
         cpus_per_gpu: Cores for each device.
         launcher: Launcher that the site's own pages recommend.
+        has_torchrun: Whether torchrun works with the site's settings.
         directives: Further directives that every job needs.
         task_directives: Directives that make sbatch give each task its GPU, if `gpu_directive` does
             not.
@@ -117,6 +118,7 @@ class Site:
     gpus_per_node: int = 4
     cpus_per_gpu: int = 8
     launcher: Literal["torchrun", "task_per_gpu"] = "torchrun"
+    has_torchrun: bool = True
     directives: Sequence[str] = ()
     task_directives: Sequence[str] = ()
     gpu_directive: str = "--gpus-per-node={gpus}"
