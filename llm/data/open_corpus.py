@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm.data.blend import DEFAULT_SPLIT, parse_blend, parse_split
 from llm.data.cache import TokenCache
 from llm.data.corpus import Corpus, CorpusSource, TokenStream, vocabulary_error
 from llm.data.dataset_folder import open_dataset_folder
@@ -23,7 +24,7 @@ from llm.data.formats.sidecar import (
 )
 from llm.data.options import DataOptions
 from llm.data.order import DocumentBoundaries, MixtureStage
-from llm.data.splits import DEFAULT_SPLIT, parse_blend, parse_split, split_documents, split_rows
+from llm.data.splits import split_documents, split_rows
 from llm.data.text_identity import kind_of
 from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import limit_workers

@@ -1,11 +1,13 @@
 """Options of the data: source, stages, order, batches, length of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from llm.config.duration import Duration, Tokens
 from llm.config.options import non_default, option, option_group
 from llm.data.batch_schedule import parse_batch_schedule
+from llm.data.blend import parse_blend, parse_split
 from llm.data.skipped_samples import parse_skipped_ranges
 from llm.errors import ConfigError
 
@@ -244,8 +246,33 @@ def find_data_problems(options: DataOptions) -> list[str]:
     ]
     return [
         *find_stage_problems(options.data_stage),
+        *_find_notation_problems(options),
         *(sentence for is_violated, sentence in checks if is_violated),
     ]
+
+
+def _find_notation_problems(options: DataOptions) -> list[str]:
+    """Return the faults in the notation of blends and of the split, one sentence each."""
+    blends: dict[str, Sequence[float | str]] = {
+        f"--{name}": getattr(options, name)
+        for name in ("data_path", "train_data_path", "valid_data_path")
+    }
+    for stage_number, stage in enumerate(options.data_stage, start=1):
+        blends[f"data_stage {stage_number}: data_path"] = stage.data_path
+    parsers: list[Callable[[], object]] = [
+        partial(parse_blend, blend, option=option_label)
+        for option_label, blend in blends.items()
+        if blend
+    ]
+    if options.split is not None:
+        parsers.append(partial(parse_split, options.split))
+    problems = []
+    for parse_value in parsers:
+        try:
+            parse_value()
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
 
 
 def find_batch_problems(options: BatchOptions) -> list[str]:

@@ -2,6 +2,12 @@
 
 from llm.config.options import option, option_group
 
+_TRACKERS = (
+    *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio"),
+    "wandb",
+)
+"""Names of Accelerate's trackers, in its newest release."""
+
 
 @option_group("Logging")
 class LoggingOptions:
@@ -39,6 +45,11 @@ def logging_problems(options: LoggingOptions) -> list[str]:
             f"--metrics_file {options.metrics_file} must end in .prom: the node exporter reads no "
             "other files."
         )
+    problems += [
+        f"--report_to {name} is not a tracker; choose from {', '.join(_TRACKERS)} and none."
+        for name in options.report_to
+        if name not in (*_TRACKERS, "none")
+    ]
     if "none" in options.report_to and len(options.report_to) > 1:
         problems.append("--report_to none cannot be combined with trackers.")
     if options.project_name is not None and not {*options.report_to} - {"none", "tensorboard"}:

@@ -3,9 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm.data.blend import parse_blend, parse_split
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
-from llm.data.splits import parse_blend, parse_split, split_documents, split_rows
+from llm.data.splits import split_documents, split_rows
 from llm.errors import ConfigError, DataError
 from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 

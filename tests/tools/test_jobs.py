@@ -676,6 +676,27 @@ def test_the_trainers_options_are_checked_when_the_script_is_written(capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--report_to tensorbord", "--report_to tensorbord is not a tracker; choose from aim,"),
+        ("--data_path 0.5 a b", "--data_path gives b without a weight before it"),
+        ("--data_path a --split half", "--split half is not a split; give up to three numbers"),
+        (
+            "--data_path a --max_train_steps 9 --lr_scheduler_type warmup_stable_decay "
+            "--num_warmup_steps 5 --num_decay_steps 5",
+            "--warmup (5 steps) and --decay (5 steps) are longer than the run of 9 steps",
+        ),
+    ],
+)
+def test_what_the_trainer_would_refuse_with_the_data_is_refused(options, sentence, capsys):
+    trainer = ["--model_name_or_path", "gpt2", "--output_dir", "runs/a", *options.split()]
+    trainer += ["--train_file", "a.txt"] if "--data_path" not in options else []
+    error = refuse(capsys, "slurm", trainer=trainer)
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("argv", "trainer", "sentence"),
     [
         (

@@ -1,9 +1,10 @@
-"""Checks the layout and the batch of a run on the ranks of a job, before the job is queued."""
+"""Checks layout, batch and schedule of a run on the ranks of a job, before the job is queued."""
 
 from dataclasses import replace
 
 from llm.config.duration import Duration
 from llm.data.batch_plan import plan_batches
+from llm.optim.schedule import make_schedule
 from llm.parallel.dims import make_parallel_dims
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import choose_layout, make_extensions
@@ -32,3 +33,25 @@ def check_ranks(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
     # Without the length, because it may need the model and the data.
     config = replace(config, max_duration=Duration("1 epoch"))
     plan_batches(config, num_windows=1, world_size=dims.data_ranks, block_size=1)
+
+
+def check_schedule(config: CoreConfig) -> None:
+    """Refuse phases of the learning rate that are longer than the run, if all are in steps.
+
+    Other units need the model or the data.
+
+    Args:
+        config: The options of the trainer.
+
+    Raises:
+        ConfigError: The phases do not fit; the message is the trainer's.
+    """
+    durations = [config.max_duration, config.warmup, config.decay]
+    in_steps = all(duration is None or duration.unit == "steps" for duration in durations)
+    if in_steps and config.branch_from is None:
+        make_schedule(
+            config,
+            total_steps=int(config.max_duration.value),
+            warmup_steps=config.warmup.value,
+            decay_steps=None if config.decay is None else config.decay.value,
+        )

@@ -18,7 +18,7 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
 from llm.tools.jobs.detection import detect_site
-from llm.tools.jobs.job_ranks import check_ranks
+from llm.tools.jobs.job_ranks import check_ranks, check_schedule
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
@@ -330,14 +330,15 @@ def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreCon
     """Return the options of a run of the job.
 
     Raises:
-        ConfigError: The trainer refuses them, or they have no folder, or do not fit the ranks or
-            the device.
+        ConfigError: The trainer refuses them, or they have no folder, or do not fit the ranks, the
+            length or the device.
     """
     assert job.gpus_per_node is not None
     config = parse_args(arguments)
     if config.output_dir is None:
         raise ConfigError("--output_dir is missing among the trainer's options.")
     check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
+    check_schedule(config)
     if site.device is not None and (problems := find_float8_problems(config, site.device)):
         raise ConfigError(" ".join(problems))
     return config

@@ -67,7 +67,7 @@ def check_trackers(config: CoreConfig) -> None:
     for name in config.report_to:
         if name != "none" and name not in LOGGER_TYPE_TO_CLASS:
             raise ConfigError(
-                f"--report_to {name} is not a tracker; choose from "
+                f"--report_to {name} is not a tracker of the installed Accelerate; choose from "
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))} and none."
             )
         if name != "none" and name not in available_names:
