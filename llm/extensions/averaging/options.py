@@ -91,7 +91,7 @@ class AveragingExtension(Extension[AveragingOptions]):
             )
 
     def make_loop_extension(self, context: "LoopContext") -> LoopExtension | None:
-        """Return the average; None without one. An evaluation needs it only to evaluate it."""
+        """Return the moving average; None if no option needs it."""
         options = self.options
         if not self._keeps_average or (options.eval_only and not options.eval_ema):
             return None
@@ -101,8 +101,8 @@ class AveragingExtension(Extension[AveragingOptions]):
             context.strategy,
             decay=options.ema_decay,
             half_life=options.ema_tokens,
-            evaluates=options.eval_ema,
-            exports=options.export_ema,
+            is_evaluated=options.eval_ema,
+            is_exported=options.export_ema,
         )
 
     def bytes_per_parameter(self) -> float:

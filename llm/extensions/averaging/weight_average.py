@@ -23,8 +23,8 @@ class WeightAverage(LoopExtension):
         strategy: A prepared strategy; its ranks train one model.
         decay: Decay per step; None with a half-life.
         half_life: Tokens until the influence of weights has halved.
-        evaluates: Whether each evaluation also evaluates the average.
-        exports: Whether the average is exported instead of the weights.
+        is_evaluated: Whether each evaluation also evaluates the average.
+        is_exported: Whether the average is exported instead of the weights.
     """
 
     part = "ema"
@@ -36,26 +36,26 @@ class WeightAverage(LoopExtension):
         *,
         decay: float | None,
         half_life: int | None = None,
-        evaluates: bool = False,
-        exports: bool = False,
+        is_evaluated: bool = False,
+        is_exported: bool = False,
     ) -> None:
         self._strategy, self._decay, self._half_life = strategy, decay, half_life
-        if evaluates or exports:
+        if is_evaluated or is_exported:
             self.weights = ExtraWeights(
                 prefix="ema_",
-                is_evaluated=evaluates,
-                is_exported=exports,
+                is_evaluated=is_evaluated,
+                is_exported=is_exported,
                 description="the average",
                 card="their exponential moving average",
                 swap_in=self.swap_in,
             )
-        self._weights = [parameter.detach() for parameter in strategy.local_parameters]
-        self._averages = [weight.clone() for weight in self._weights]
+        self._live_weights = [parameter.detach() for parameter in strategy.local_parameters]
+        self._averages = [weight.clone() for weight in self._live_weights]
         self._factor_sum = 0.0  # the sum of all factors, times 1 - decay
 
     def begin(self) -> None:
         """Begin with the present weights if a checkpoint has no average."""
-        torch._foreach_copy_(self._averages, self._weights)
+        torch._foreach_copy_(self._averages, self._live_weights)
         self._factor_sum = 0.0
 
     def after_step(self, step: int, batch: StepBatch) -> None:
@@ -65,7 +65,7 @@ class WeightAverage(LoopExtension):
             decay = 0.5 ** (batch.num_tokens / self._half_life)
         assert decay is not None  # one of the two is given
         self._factor_sum = 1 - decay * (1 - self._factor_sum)
-        torch._foreach_lerp_(self._averages, self._weights, (1 - decay) / self._factor_sum)
+        torch._foreach_lerp_(self._averages, self._live_weights, (1 - decay) / self._factor_sum)
 
     @contextlib.contextmanager
     def swap_in(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class WeightAverage(LoopExtension):
 
     def _swap_weights(self) -> None:
         reshard(self._strategy.wrapped)  # weights that are still gathered would not change
-        for weight, average in zip(self._weights, self._averages, strict=True):
+        for weight, average in zip(self._live_weights, self._averages, strict=True):
             previous_weight = weight.clone()
             weight.copy_(average)
             average.copy_(previous_weight)

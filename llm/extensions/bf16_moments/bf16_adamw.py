@@ -62,7 +62,11 @@ class BF16AdamW(torch.optim.Optimizer):
             # Created here and not in the first step, so that a checkpoint can be loaded.
             state = adamw_state(p)
             if p.ndim > 1:
-                state |= {n: m.to(torch.bfloat16) for n, m in state.items() if n != "step"}
+                state |= {
+                    name: moment.to(torch.bfloat16)
+                    for name, moment in state.items()
+                    if name != "step"
+                }
             self.state[p] = state
 
     @torch.no_grad()

@@ -31,12 +31,12 @@ class MomentExtension(Extension[MomentOptions]):
         conflicts = (
             [] if options.optimizer in (None, "adamw") else [f"--optimizer {options.optimizer}"]
         )
-        other_changes = (
+        conflicting_options = (
             options.extra_optimizer_option,
             options.step_change_option,
             options.replica_option,
         )
-        conflicts += [change for change in other_changes if change is not None]
+        conflicts += [name for name in conflicting_options if name is not None]
         if options.moment_dtype == "fp32" or not conflicts:
             return []
         return [

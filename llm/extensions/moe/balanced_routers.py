@@ -104,13 +104,7 @@ class Routers(LoopExtension):
             make_counts() for _ in range(4)
         )
         self._idle_steps = make_counts()
-        self._is_expert = torch.tensor(
-            [
-                [expert_index < layer.num_experts for expert_index in range(load_shape[1])]
-                for layer in layers
-            ],
-            device=device,
-        )
+        self._is_expert = _make_expert_mask(layers, device)
         # The auxiliary loss and the z-loss, summed over tokens and layers; and the tokens.
         dtype = sums_dtype(device)
         self._step_losses = torch.zeros(2, dtype=dtype, device=device)
@@ -139,9 +133,7 @@ class Routers(LoopExtension):
 
         The routers are not usable afterwards.
         """
-        for row in self._rows_without_score():
-            has_bias = self._layers[row].bias is not None
-            self.scores[row] = assume_score(self._config, has_bias=has_bias)
+        self._assume_scores(self._rows_without_score())
         try:
             yield
         finally:
@@ -216,7 +208,7 @@ class Routers(LoopExtension):
         self._score_errors[row] += compute_score_errors(logits, chosen_experts, weights)
 
     def _find_scores(self) -> None:
-        """Find the scores of all routers; the host waits for the device.
+        """Find the scores of all routers from the errors of a step; the host waits for the device.
 
         A step that was skipped does not count, because its weights may be NaN.
         """
@@ -224,18 +216,22 @@ class Routers(LoopExtension):
             dist.all_reduce(self._score_errors)
         if not self._strategy.skipped:
             self._num_comparisons += 1
-            errors = self._score_errors.tolist()
+            errors_by_row = self._score_errors.tolist()
             for row in self._rows_without_score():
-                self.scores[row] = find_score(errors[row])
+                self.scores[row] = find_score(errors_by_row[row])
             assumed_rows = []
             if self._num_comparisons >= _MAX_COMPARISON_STEPS:
                 assumed_rows = self._rows_without_score()
-            for row in assumed_rows:
-                has_bias = self._layers[row].bias is not None
-                self.scores[row] = assume_score(self._config, has_bias=has_bias)
+                self._assume_scores(assumed_rows)
             if self._knows_scores and self.balancing.kind != "none":
                 self._log_scores(assumed_rows)
         self._score_errors.zero_()
+
+    def _assume_scores(self, rows: Sequence[int]) -> None:
+        """Set the scores of the routers in some rows to those that are usual for their model."""
+        for row in rows:
+            has_bias = self._layers[row].bias is not None
+            self.scores[row] = assume_score(self._config, has_bias=has_bias)
 
     def _rows_without_score(self) -> list[int]:
         rows = enumerate(zip(self._layers, self.scores, strict=True))
@@ -285,6 +281,23 @@ class Routers(LoopExtension):
             dist.all_reduce(self._step_load)
             if self.balancing.has_losses:
                 dist.all_reduce(self._step_losses)
+        load = self._add_step_to_totals(batch.num_tokens)
+        if not self._knows_scores:
+            self._find_scores()
+        if self.balancing.bias_update_rate:
+            for router in self._routers:
+                router.update_bias(load)
+        self._step_load.zero_()
+
+    def _add_step_to_totals(self, num_tokens: int) -> Tensor:
+        """Add the load and the losses of a step to the totals, unless it was skipped.
+
+        Args:
+            num_tokens: Tokens of the step.
+
+        Returns:
+            The load of the step, [layers, experts]; zeros if it was skipped.
+        """
         is_taken = self._strategy.skipped == 0
         load = torch.where(is_taken, self._step_load, 0)
         self._load = torch.where(is_taken, self._step_load, self._load)
@@ -295,14 +308,9 @@ class Routers(LoopExtension):
         self._idle_steps = torch.where(is_taken, idle_steps, self._idle_steps)
         if self.balancing.has_losses:
             self._interval_losses += torch.where(is_taken, self._step_losses, 0.0)
-            self._interval_tokens += batch.num_tokens * is_taken
+            self._interval_tokens += num_tokens * is_taken
             self._step_losses.zero_()
-        if not self._knows_scores:
-            self._find_scores()
-        if self.balancing.bias_update_rate:
-            for router in self._routers:
-                router.update_bias(load)
-        self._step_load.zero_()
+        return load
 
     def metrics(self) -> tuple[dict[str, float], str]:
         """Return the loads of the logging interval, relative to their means, and its losses."""
@@ -311,11 +319,12 @@ class Routers(LoopExtension):
         values = torch.stack([largest_loads.max(), largest_loads.mean(), num_idle]).tolist()
         names = ("moe_max_load", "moe_mean_max_load", "moe_idle_experts")
         metrics = dict(zip(names, values, strict=True))
-        losses = (self._interval_losses / self._interval_tokens.clamp(min=1.0)).tolist()
+        mean_losses = self._interval_losses / self._interval_tokens.clamp(min=1.0)
+        aux_loss, z_loss = mean_losses.tolist()
         if self.balancing.aux_loss_coef:
-            metrics["moe_aux_loss"] = losses[0]
+            metrics["moe_aux_loss"] = aux_loss
         if self.balancing.z_loss_coef:
-            metrics["moe_z_loss"] = losses[1]
+            metrics["moe_z_loss"] = z_loss
         for tensor in (self._interval_load, self._interval_losses, self._interval_tokens):
             tensor.zero_()
         if not self._has_warned:
@@ -398,14 +407,12 @@ class Routers(LoopExtension):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the run is balanced, and its loads."""
-        names, tensors = zip(*self._state_tensors().items(), strict=True)
-        values = [tensor.tolist() for tensor in tensors]
-        state = {
+        return {
             "balancing": self.balancing.kind,
             "scores": self.scores,
             "num_comparisons": self._num_comparisons,
+            **{name: tensor.tolist() for name, tensor in self._state_tensors().items()},
         }
-        return state | dict(zip(names, values, strict=True))
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state; all ranks have the same."""
@@ -436,24 +443,30 @@ class _Router:
         self._logits: Tensor | None = None  # of the present forward pass
         self.hooks: list[RemovableHandle] = []
         if layer.router is not None:
-            keep_logits = torch.compiler.disable(self._keep_logits)
-            self.hooks.append(layer.router.register_forward_hook(keep_logits))
-        add_losses = torch.compiler.disable(self._attach_losses)
-        self.hooks.append(layer.experts.register_forward_pre_hook(add_losses, with_kwargs=True))
+            store_logits = torch.compiler.disable(self._store_logits)
+            self.hooks.append(layer.router.register_forward_hook(store_logits))
+        replace_weights = torch.compiler.disable(self._replace_weights)
+        self.hooks.append(
+            layer.experts.register_forward_pre_hook(replace_weights, with_kwargs=True)
+        )
 
     @property
     def _score(self) -> str | None:
         return self._routers.scores[self._row]
 
-    def _keep_logits(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _store_logits(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._logits = output[self._layer.logits_index] if isinstance(output, tuple) else output
 
-    def _attach_losses(
+    def _replace_weights(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> Any:
-        """Pass the routing weights through `_AttachLosses`, in training."""
-        hidden, chosen_experts, weights = *args, *kwargs.values()
+        """Replace the routing weights by equal ones whose backward pass includes the losses.
+
+        Returns:
+            The arguments of the experts; None to leave them unchanged outside of training.
+        """
+        hidden_states, chosen_experts, weights = *args, *kwargs.values()
         logits, self._logits = self._logits, None
         if not (torch.is_grad_enabled() and weights.requires_grad):
             return None
@@ -463,10 +476,10 @@ class _Router:
             if self._score is None:
                 self._routers.compare_scores(self._row, logits, chosen_experts, weights)
             losses = self._compute_scaled_losses(logits, chosen_experts)
-        balanced = _AttachLosses.apply(  # type: ignore[no-untyped-call]
+        weights_with_losses = _AttachLosses.apply(  # type: ignore[no-untyped-call]
             weights, chosen_experts, losses, self, self._routers.is_real_sample
         )
-        return (hidden, chosen_experts, balanced), {}
+        return (hidden_states, chosen_experts, weights_with_losses), {}
 
     def _compute_scaled_losses(self, logits: Tensor, chosen_experts: Tensor) -> Tensor | None:
         """Return the losses of each sequence, times their coefficients, [sequences, 2]."""
@@ -516,6 +529,15 @@ class _Router:
         # The mean does not change choices, and would only make the bias grow.
         change = (rate * (direction - direction.mean())).to(bias.dtype).view(bias.shape)
         _add_to_bias(bias, change)
+
+
+def _make_expert_mask(layers: Sequence[ExpertLayer], device: torch.device) -> Tensor:
+    """Return which entries of the loads belong to an expert, bool [layers, most experts]."""
+    expert_indices = range(max(layer.num_experts for layer in layers))
+    return torch.tensor(
+        [[expert_index < layer.num_experts for expert_index in expert_indices] for layer in layers],
+        device=device,
+    )
 
 
 def _modules_with_labels(loss: nn.Module) -> list[nn.Module]:

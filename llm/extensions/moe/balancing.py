@@ -100,18 +100,7 @@ def make_balancing(
         ConfigError: The routers lack a bias or logits, or the configuration has no usable
             coefficient.
     """
-    family, has_logits = config.model_type, any(layer.router is not None for layer in layers)
-    if kind in ("bias", "both") and all(layer.bias is None for layer in layers):
-        raise ConfigError(
-            f"--router_balancing {kind} changes the bias of routers, and the routers of {family} "
-            "have none; take loss."
-        )
-    logits_option = f"--router_balancing {kind}" if kind in ("loss", "both") else None
-    logits_option = "--router_z_loss" if settings.z_loss_coef else logits_option
-    if logits_option is not None and not has_logits:
-        raise ConfigError(
-            f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
-        )
+    _check_routers(settings, layers, kind=kind, family=config.model_type)
     return Balancing(
         kind=kind,
         reason=reason,
@@ -121,6 +110,30 @@ def make_balancing(
         is_proportional=settings.bias_update == "proportional",
         z_loss_coef=settings.z_loss_coef,
     )
+
+
+def _check_routers(
+    settings: RouterSettings, layers: Sequence[ExpertLayer], *, kind: Kind, family: str
+) -> None:
+    """Refuse a kind of balancing that the routers lack a bias or logits for.
+
+    Args:
+        settings: The options.
+        layers: The layers with experts of the whole model.
+        kind: The kind.
+        family: The model type, for the message.
+    """
+    if kind in ("bias", "both") and all(layer.bias is None for layer in layers):
+        raise ConfigError(
+            f"--router_balancing {kind} changes the bias of routers, and the routers of {family} "
+            "have none; take loss."
+        )
+    logits_option = f"--router_balancing {kind}" if kind in ("loss", "both") else None
+    logits_option = "--router_z_loss" if settings.z_loss_coef else logits_option
+    if logits_option is not None and all(layer.router is None for layer in layers):
+        raise ConfigError(
+            f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
+        )
 
 
 def _choose_aux_loss_coef(

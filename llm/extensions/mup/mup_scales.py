@@ -43,23 +43,23 @@ class Scales(Transform):
         width: Width of the model divided by the base model's.
         depth: Layers of the model divided by the base model's.
         attention: Factor of the attention logits.
-        starts_by_depth: Whether the library already divides the initial deviation of the weights
-            under `depth` by the root of the layers, as for GPT-2.
+        has_depth_scaled_init: Whether the library already divides the initial deviation of the
+            weights under `depth` by the root of the layers, as for GPT-2.
     """
 
     width: float = 1.0
     depth: float = 1.0
     attention: float = 1.0
-    starts_by_depth: bool = False
+    has_depth_scaled_init: bool = False
 
-    def deviation(self, name: str, ndim: int) -> float:
+    def deviation_factor(self, name: str, ndim: int) -> float:
         """Return the factor of a parameter's initial values.
 
         Args:
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
         """
-        depth_ratio = math.sqrt(self.depth) if self.starts_by_depth else self.depth
+        depth_ratio = math.sqrt(self.depth) if self.has_depth_scaled_init else self.depth
         return self._compute_factor(
             name, ndim, matrix_factor=1 / math.sqrt(self.width), depth_ratio=depth_ratio
         )
@@ -101,7 +101,7 @@ class Scales(Transform):
     def change_initial_weights(self, model: nn.Module) -> None:
         """Multiply the library's initial weights, or this rank's shards of them, in place."""
         for name, parameter in model.named_parameters():
-            factor = self.deviation(name, parameter.ndim)
+            factor = self.deviation_factor(name, parameter.ndim)
             if factor != 1:
                 parameter.mul_(factor)
 

@@ -147,5 +147,5 @@ def make_scales(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
         width=width / base_width,
         depth=text_config.num_hidden_layers / base_layers,
         attention=math.sqrt(base_head_dim / head_dim),
-        starts_by_depth=model_type == "gpt2",
+        has_depth_scaled_init=model_type == "gpt2",
     )

@@ -54,29 +54,17 @@ class NormRecords(LoopExtension):
             parameter: name for name, parameter in strategy.model.named_parameters()
         }
         names = [name_by_param[p] for p in strategy.parameters]
-        shards = [
-            [name, *_shard_index(p)] for name, p in zip(names, strategy.parameters, strict=True)
-        ]
-        group_by_name: dict[str, str] = {}
-        for rank_groups in gather(_group_parameters(strategy.model, names)):
-            # A tied weight is an embedding on the first stage, and only a head on the last one.
-            group_by_name = rank_groups | group_by_name
-        shard_counts = Counter(
-            tuple(shard) for rank_shards in gather(shards) for shard in rank_shards
-        )
-        num_copies = [shard_counts[tuple(shard)] for shard in shards]
-        self._has_messages = has_several_models or any(
-            count < strategy.world_size for count in shard_counts.values()
-        )
+        group_by_name = _gather_groups(strategy.model, names)
+        num_copies, is_replicated = _count_copies(names, strategy)
+        self._needs_reduction = has_several_models or not is_replicated
         self.groups = sorted({*group_by_name.values()}, key=_group_order)
         device = strategy.device
-        group_indices = {group: group_index for group_index, group in enumerate(self.groups)}
-        self._rows = torch.tensor(
-            [group_indices[group_by_name[name]] for name in names], device=device
+        self._group_indices = torch.tensor(
+            [self.groups.index(group_by_name[name]) for name in names], device=device
         )
-        fractions = [1 / count if self._has_messages else 1.0 for count in num_copies]
+        fractions = [1 / count if self._needs_reduction else 1.0 for count in num_copies]
         self._fractions = torch.tensor(fractions, device=device)
-        self._layers = _attention_layers(strategy.model)
+        self._layer_by_module = _find_layers(strategy.model)
         layer_indices = [int(group.partition(".")[0]) for group in self.groups if "." in group]
         self._num_layers = 1 + max(layer_indices, default=-1)
         self._is_due = False
@@ -96,7 +84,7 @@ class NormRecords(LoopExtension):
         if not self._is_due:
             return
         parameters = self._strategy.local_parameters
-        self._gradient_squares = self._squares([p.grad for p in parameters])
+        self._gradient_squares = self._sum_group_squares([p.grad for p in parameters])
         self._previous_weights = [p.detach().clone() for p in parameters]
 
     @torch.no_grad()
@@ -108,22 +96,26 @@ class NormRecords(LoopExtension):
         updates = self._previous_weights
         torch._foreach_sub_(updates, weights)
         squares = torch.stack(
-            [self._squares(weights), self._gradient_squares, self._squares(updates)]
+            [
+                self._sum_group_squares(weights),
+                self._gradient_squares,
+                self._sum_group_squares(updates),
+            ]
         )
         self._previous_weights = []
         logits = measure_attention_logits(
             self._strategy,
             batch.micro_batches[0],
-            layers=self._layers,
+            layers=self._layer_by_module,
             num_layers=self._num_layers,
         )
-        if self._has_messages:
+        if self._needs_reduction:
             dist.all_reduce(squares)
         if self._strategy.world_size > 1:
             dist.all_reduce(logits, dist.ReduceOp.MAX)
         self._norms, self._logits = squares.sqrt(), logits
 
-    def _squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _sum_group_squares(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the sum of squares of each group, of this rank's share; None counts as zeros."""
         zero = torch.zeros((), device=self._strategy.device)
         norms = iter(torch._foreach_norm([t for t in tensors if t is not None]))
@@ -131,7 +123,7 @@ class NormRecords(LoopExtension):
             [zero if tensor is None else next(norms).float() for tensor in tensors]
         )
         squares = torch.zeros(len(self.groups), device=zero.device)
-        return squares.index_add_(0, self._rows, tensor_norms.square() * self._fractions)
+        return squares.index_add_(0, self._group_indices, tensor_norms.square() * self._fractions)
 
     def _report(self, step: int) -> dict[str, float]:
         """Return the record of this step; the host has read the loss, so it does not wait."""
@@ -162,6 +154,33 @@ class NormRecords(LoopExtension):
         self._norms, self._record = None, dict(state["record"])
 
 
+def _gather_groups(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return the group of each parameter on any rank by name; every rank must call it."""
+    group_by_name: dict[str, str] = {}
+    for rank_groups in gather(_group_parameters(model, names)):
+        # A tied weight is an embedding on the first stage, and only a head on the last one.
+        group_by_name = rank_groups | group_by_name
+    return group_by_name
+
+
+def _count_copies(names: Sequence[str], strategy: AcceleratedStrategy) -> tuple[list[int], bool]:
+    """Count the ranks with the same shard of each parameter; every rank must call it.
+
+    Args:
+        names: Names of the parameters of `strategy`.
+        strategy: The model.
+
+    Returns:
+        The number of ranks for each parameter, and whether every rank has all parameters whole.
+    """
+    shards = [
+        [name, *_shard_coordinates(p)] for name, p in zip(names, strategy.parameters, strict=True)
+    ]
+    counts = Counter(tuple(shard) for rank_shards in gather(shards) for shard in rank_shards)
+    is_replicated = all(count >= strategy.world_size for count in counts.values())
+    return [counts[tuple(shard)] for shard in shards], is_replicated
+
+
 def _group_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the group of each parameter by name.
 
@@ -181,17 +200,17 @@ def _group_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
         elif match is None:
             group_by_name[name] = "other"
         else:
-            group_by_name[name] = f"{match[1]}.{_kind_of(name[match.end() :])}"
+            group_by_name[name] = f"{match[1]}.{_classify_path(name[match.end() :])}"
     return group_by_name
 
 
-def _kind_of(path: str) -> str:
+def _classify_path(path: str) -> str:
     """Return whether a parameter inside a layer belongs to attention, to norms or to the MLP."""
     modules = path.split(".")[:-1]
-    is_norm = ["norm" in module or module.startswith("ln") for module in modules]
-    if any("attn" in m or "attention" in m for m, n in zip(modules, is_norm, strict=True) if not n):
+    norms = [module for module in modules if "norm" in module or module.startswith("ln")]
+    if any("attn" in module or "attention" in module for module in modules if module not in norms):
         return "attention"
-    return "norms" if any(is_norm) else "mlp"
+    return "norms" if norms else "mlp"
 
 
 def _group_order(group: str) -> tuple[int, int, str]:
@@ -202,8 +221,8 @@ def _group_order(group: str) -> tuple[int, int, str]:
     return {"embedding": 0, "other": 2, "head": 3}[group], 0, group
 
 
-def _shard_index(parameter: Tensor) -> list[int]:
-    """Return the number of this rank's shard of a parameter on each axis that divides it."""
+def _shard_coordinates(parameter: Tensor) -> list[int]:
+    """Return the index of this rank's shard on each axis of the mesh; -1 on axes of replicas."""
     if not isinstance(parameter, DTensor):
         return []
     coordinates = parameter.device_mesh.get_coordinate() or ()
@@ -213,7 +232,7 @@ def _shard_index(parameter: Tensor) -> list[int]:
     ]
 
 
-def _attention_layers(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the number of the layer of each module inside a layer."""
+def _find_layers(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the index of the layer of each module inside a layer."""
     matches = ((module, _LAYER.search(f"{name}.")) for name, module in model.named_modules())
     return {module: int(match[1]) for module, match in matches if match is not None}

@@ -102,12 +102,13 @@ class StepProfiler(LoopExtension):
     def _write_profile(self) -> None:
         """Write the trace, and on rank 0 the table; an error does not end the training."""
         try:
-            self._write_files()
+            self._write_trace_and_table()
         except Exception as error:  # the profiler's library and its file format raise their own
             logger.warning(f"The profile cannot be written to {self._folder} ({one_line(error)}).")
         self._profile, self._start_step, self._stop_step = None, -1, -1
 
-    def _write_files(self) -> None:
+    def _write_trace_and_table(self) -> None:
+        """Write the trace of this rank, and on rank 0 write and log the table."""
         self._folder.mkdir(parents=True, exist_ok=True)
         trace_path = self._folder / f"rank{self._rank}.trace.json.gz"
         self._profile.export_chrome_trace(str(trace_path))

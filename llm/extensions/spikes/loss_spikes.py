@@ -10,7 +10,7 @@ import numpy as np
 from llm.data.corpus import Corpus
 from llm.data.loader import TrainLoader
 from llm.errors import DivergedError, RestartError
-from llm.extensions.spikes.find_spikes import Spike, append_loss, find_spike
+from llm.extensions.spikes.spike_detection import Spike, append_loss, find_spike
 from llm.runtime.logging import event
 from llm.trainers.gpt.commands import inspect_command
 from llm.trainers.gpt.seams import LoopExtension

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.data.loader import MicroBatch
@@ -40,7 +41,7 @@ class Prompt(NamedTuple):
     generation: dict[str, Any]
 
 
-def score(
+def score_texts(
     strategy: AcceleratedStrategy,
     texts: Sequence[ScoredText],
     *,
@@ -66,25 +67,30 @@ def score(
     order = sorted(range(len(texts)), key=lambda text_index: -len(texts[text_index].tokens))
     texts_per_round = batch_size * strategy.data_ranks
     order += order[-1:] * (-len(order) % texts_per_round)
-    scores = []
+    scores_of_rounds = []
     for batch_start in range(strategy.data_rank * batch_size, len(order), texts_per_round):
         text_indices = order[batch_start : batch_start + batch_size]
         batch_texts = [texts[text_index] for text_index in text_indices]
-        micro_batch = _make_micro_batch(batch_texts, length_multiple, strategy.device)
-        predictions, log_probs = strategy.predict(micro_batch)
-        is_wrong = (micro_batch.labels != IGNORED) & (predictions != micro_batch.labels)
-        is_greedy = ~is_wrong.any(dim=1)
-        scores.append(torch.stack([log_probs.sum(dim=1), is_greedy.float()], dim=1))
+        scores_of_rounds.append(_score_batch(strategy, batch_texts, length_multiple))
         on_batch()
+    gathered_scores = strategy.gather(torch.stack(scores_of_rounds))
     # [data_ranks, rounds, batch_size, 2] to the order of the texts: by round, then by rank.
-    scores_by_rank = strategy.gather(torch.stack(scores)).unflatten(0, (strategy.data_ranks, -1))
+    scores_by_rank = gathered_scores.unflatten(0, (strategy.data_ranks, -1))
     ordered_scores = scores_by_rank.transpose(0, 1).flatten(0, 2).tolist()
     score_by_text = dict(zip(order, ordered_scores, strict=True))
-    answers = []
-    for text_index in range(len(texts)):
-        log_prob, is_greedy = score_by_text[text_index]
-        answers.append((log_prob, bool(is_greedy)))
-    return answers
+    scores = [score_by_text[text_index] for text_index in range(len(texts))]
+    return [(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores]
+
+
+def _score_batch(
+    strategy: AcceleratedStrategy, texts: Sequence[ScoredText], length_multiple: int
+) -> Tensor:
+    """Return the log-probability of each text's end, and 1.0 if it is greedy, [texts, 2]."""
+    micro_batch = _make_micro_batch(texts, length_multiple, strategy.device)
+    predictions, log_probs = strategy.predict(micro_batch)
+    is_wrong = (micro_batch.labels != IGNORED) & (predictions != micro_batch.labels)
+    is_greedy = ~is_wrong.any(dim=1)
+    return torch.stack([log_probs.sum(dim=1), is_greedy.float()], dim=1)
 
 
 def _make_micro_batch(
@@ -101,7 +107,7 @@ def _make_micro_batch(
     return MicroBatch(input_ids.to(device), labels.to(device))
 
 
-def generate(
+def continue_prompts(
     strategy: AcceleratedStrategy,
     model: PreTrainedModel,
     prompts: Sequence[Prompt],

@@ -43,16 +43,14 @@ def _fetch_file(
     settings = read_settings(source_path)
     if "set" in settings:
         read_set(source_path, task_files)  # checks the settings
-        entries = {}
-        for member_name, entry in settings["tasks"].items():
-            file = source_path.parent / entry.get("include", task_files.get(entry.get("task"), ""))
-            member_settings = read_settings(file) | entry
-            entries[member_name] = entry | {
-                "include": str(file),
-                **_download_data(f"{name}: the task {member_name}", member_settings, fetch_dataset),
-            }
+        entries = {
+            member_name: _download_member(
+                f"{name}: the task {member_name}", entry, source_path, task_files, fetch_dataset
+            )
+            for member_name, entry in settings["tasks"].items()
+        }
         local_settings: dict[str, Any] = settings | {"tasks": entries}
-        task_path = folder / "tasks" / f"{settings['set']}.yaml"
+        file_name = settings["set"]
     else:
         if "group" in settings or not isinstance(settings.get("task"), str):
             raise ConfigError(
@@ -62,10 +60,32 @@ def _fetch_file(
         if not local_data:
             return source_path
         local_settings = {"include": str(source_path), **local_data}
-        task_path = folder / "tasks" / f"{settings['task']}.yaml"
+        file_name = settings["task"]
+    task_path = folder / "tasks" / f"{file_name}.yaml"
     task_path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(task_path, json.dumps(local_settings, indent=2) + "\n")  # JSON is valid YAML
     return task_path
+
+
+def _download_member(
+    subject: str,
+    entry: dict[str, Any],
+    set_path: Path,
+    task_files: Mapping[str, str],
+    fetch_dataset: FetchDataset,
+) -> dict[str, Any]:
+    """Download the data of a task of a set; return its settings, with the paths of local files.
+
+    Args:
+        subject: The task in a message.
+        entry: The settings of the task in the set.
+        set_path: The file of the set.
+        task_files: Paths of tasks by their names in lm-eval.
+        fetch_dataset: Downloads a data set.
+    """
+    file = set_path.parent / entry.get("include", task_files.get(entry.get("task", ""), ""))
+    local_data = _download_data(subject, read_settings(file) | entry, fetch_dataset)
+    return entry | {"include": str(file), **local_data}
 
 
 def _download_data(

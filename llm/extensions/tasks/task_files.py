@@ -31,17 +31,24 @@ def find_task_files(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: A name is neither, or a file cannot be read.
     """
-    paths = {name: _find_file(name) for name in names}
-    for set_name, path in list(paths.items()):
-        settings = read_settings(path)
-        if "set" not in settings:
-            continue
-        members = settings.get("tasks")
-        for member in members.values() if isinstance(members, dict) else ():
-            if isinstance(member, dict) and "include" not in member:
-                task_name = str(member.get("task"))
-                paths[task_name] = _find_named_task(task_name, f"{set_name}: the task {task_name}")
-    return {name: str(path) for name, path in paths.items()}
+    path_by_name = {name: _find_file(name) for name in names}
+    for name, path in list(path_by_name.items()):
+        for task_name in _list_named_members(path):
+            path_by_name[task_name] = _find_named_task(task_name, f"{name}: the task {task_name}")
+    return {name: str(path) for name, path in path_by_name.items()}
+
+
+def _list_named_members(path: Path) -> list[str]:
+    """Return the tasks of lm-eval that the file of a set names; empty for the file of a task."""
+    settings = read_settings(path)
+    members = settings.get("tasks")
+    if "set" not in settings or not isinstance(members, dict):
+        return []
+    return [
+        str(member.get("task"))
+        for member in members.values()
+        if isinstance(member, dict) and "include" not in member
+    ]
 
 
 def _find_file(name: str) -> Path:
@@ -60,7 +67,7 @@ def _find_named_task(name: str, subject: str) -> Path:
         subject: The task in a message, after the option.
     """
     try:
-        task_index = _task_index()
+        task_index = _read_task_index()
     except ImportError as error:
         raise ConfigError(
             f"--eval_tasks {subject} is not a file; the tasks of lm-eval need pip install "
@@ -68,13 +75,7 @@ def _find_named_task(name: str, subject: str) -> Path:
         ) from error
     task_entry = task_index.get(name)
     if task_entry is None:
-        close_names = difflib.get_close_matches(name, [*task_index, *set_names()], n=3)
-        raise ConfigError(
-            f"--eval_tasks {subject} is neither a YAML file, nor a set ({', '.join(set_names())}), "
-            "nor a task that comes with lm-eval; "
-            + (f"did you mean {' or '.join(close_names)}? " if close_names else "")
-            + "`lm_eval ls tasks` lists the tasks."
-        )
+        raise _make_unknown_task_error(name, subject, [*task_index, *set_names()])
     settings = task_entry.cfg or {}
     if task_entry.yaml_path is None or "group" in settings:
         members = settings.get("task") or sorted(task_entry.tags)
@@ -86,8 +87,25 @@ def _find_named_task(name: str, subject: str) -> Path:
     return Path(task_entry.yaml_path)
 
 
+def _make_unknown_task_error(name: str, subject: str, known_names: Sequence[str]) -> ConfigError:
+    """Return the error for a name of no task, with similar names.
+
+    Args:
+        name: The name.
+        subject: The task in the message, after the option.
+        known_names: Names of tasks and sets.
+    """
+    close_names = difflib.get_close_matches(name, known_names, n=3)
+    return ConfigError(
+        f"--eval_tasks {subject} is neither a YAML file, nor a set ({', '.join(set_names())}), "
+        "nor a task that comes with lm-eval; "
+        + (f"did you mean {' or '.join(close_names)}? " if close_names else "")
+        + "`lm_eval ls tasks` lists the tasks."
+    )
+
+
 @functools.cache  # it reads thousands of files
-def _task_index() -> dict[str, Any]:
+def _read_task_index() -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     index: dict[str, Any] = TaskManager().task_index

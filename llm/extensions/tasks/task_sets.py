@@ -72,10 +72,10 @@ class TaskSet:
         """Return the name of a task for lm-eval."""
         return f"{self.set_name}_{member.name}"
 
-    def results(
+    def compute_results(
         self, metrics_by_task: Mapping[str, Mapping[str, float]], tasks: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Return the number of the set, and that of each task.
+        """Return the score of the set, and the value of each task, by name.
 
         `centered_accuracy` is the mean over the tasks of (accuracy - chance) / (1 - chance), so a
         guess has 0 and a perfect model 1. `answer_bits_per_byte` is the mean over the tasks.
@@ -167,16 +167,7 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
         fault = _find_entry_fault(entry, score)
         if fault is not None:
             raise ConfigError(f"--eval_tasks {path}: the task {name} {fault}.")
-        changes = {key: entry[key] for key in entry.keys() - {"task", "metric", "chance"}}
-        file = path.parent / entry["include"] if "include" in entry else task_files[entry["task"]]
-        members.append(
-            Member(
-                name=str(name),
-                settings=changes | {"include": str(file)},
-                metric=entry.get("metric"),
-                chance=float(entry.get("chance", 0)),
-            )
-        )
+        members.append(_make_member(str(name), entry, path, task_files))
     name, description = _name_task_set(path, set_name, entries)
     return TaskSet(
         set_name=set_name,
@@ -184,6 +175,27 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
         description=description,
         score=score,
         members=tuple(members),
+    )
+
+
+def _make_member(
+    name: str, entry: Mapping[str, Any], set_path: Path, task_files: Mapping[str, str]
+) -> Member:
+    """Return a task of a set.
+
+    Args:
+        name: Its name in the set.
+        entry: Its settings in the set, without faults.
+        set_path: The file of the set.
+        task_files: Paths of tasks by their names in lm-eval.
+    """
+    changes = {key: entry[key] for key in entry.keys() - {"task", "metric", "chance"}}
+    file = set_path.parent / entry["include"] if "include" in entry else task_files[entry["task"]]
+    return Member(
+        name=name,
+        settings=changes | {"include": str(file)},
+        metric=entry.get("metric"),
+        chance=float(entry.get("chance", 0)),
     )
 
 
@@ -213,30 +225,49 @@ def _name_task_set(path: Path, set_name: str, entries: Mapping[str, Any]) -> tup
         ConfigError: The tasks differ from those of the set of this package with that name.
     """
     original_path = SETS_FOLDER / f"{set_name}.yaml"
-    original = read_settings(original_path)["tasks"] if original_path.is_file() else entries
+    original_entries = read_settings(original_path)["tasks"] if original_path.is_file() else entries
+    _check_entries(path, set_name, entries, original_entries)
+    missing_names = [name for name in original_entries if name not in entries]
+    if not missing_names:
+        return set_name, f"{set_name} ({counted(len(entries), 'task')})"
+    num_original = len(original_entries)
+    name = f"{set_name}_{len(entries)}_of_{num_original}"
+    suffix = f"without_{'_'.join(missing_names)}"
+    if len(suffix) > _MAX_SUFFIX_LENGTH:
+        suffix = hashlib.sha256(suffix.encode()).hexdigest()[:8]
+    return (
+        f"{name}_{suffix}",
+        f"{set_name} ({len(entries)} of {num_original} tasks: without {', '.join(missing_names)})",
+    )
+
+
+def _check_entries(
+    path: Path,
+    set_name: str,
+    entries: Mapping[str, Any],
+    original_entries: Mapping[str, Any],
+) -> None:
+    """Refuse a set without tasks, and one with other tasks than this package's set of that name.
+
+    Args:
+        path: The file of the set.
+        set_name: Its name.
+        entries: The settings of its tasks by name.
+        original_entries: The settings of the tasks of this package's set.
+    """
     changed_names = [
         name
         for name, entry in entries.items()
-        if name not in original or _measured_settings(entry) != _measured_settings(original[name])
+        if name not in original_entries
+        or _measured_settings(entry) != _measured_settings(original_entries[name])
     ]
     if changed_names:
         raise ConfigError(
             f"--eval_tasks {path} changes {', '.join(changed_names)} of the set {set_name}: give "
             "the set another name."
         )
-    missing_names = [name for name in original if name not in entries]
     if not entries:
         raise ConfigError(f"--eval_tasks {path}: the set {set_name} has no tasks.")
-    if not missing_names:
-        return set_name, f"{set_name} ({counted(len(entries), 'task')})"
-    name = f"{set_name}_{len(entries)}_of_{len(original)}"
-    suffix = f"without_{'_'.join(missing_names)}"
-    if len(suffix) > _MAX_SUFFIX_LENGTH:
-        suffix = hashlib.sha256(suffix.encode()).hexdigest()[:8]
-    return (
-        f"{name}_{suffix}",
-        f"{set_name} ({len(entries)} of {len(original)} tasks: without {', '.join(missing_names)})",
-    )
 
 
 def _measured_settings(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError, one_line
-from llm.extensions.tasks.answers import Prompt, ScoredText, generate, score
+from llm.extensions.tasks.answers import Prompt, ScoredText, continue_prompts, score_texts
 from llm.extensions.tasks.task_files import find_task_files, has_hub_data, read_settings
 from llm.extensions.tasks.task_sets import TaskSet, read_set
 from llm.parallel.base import AcceleratedStrategy
@@ -38,8 +38,8 @@ from llm.parallel.dims import ParallelDims
 from llm.runtime.agreement import on_rank0
 from llm.tokenizers.prompts import encode_prompt
 
-Score = Callable[[Sequence[ScoredText]], list[tuple[float, bool]]]
-Generate = Callable[[Sequence[Prompt]], list[str]]
+ScoreTexts = Callable[[Sequence[ScoredText]], list[tuple[float, bool]]]
+ContinuePrompts = Callable[[Sequence[Prompt]], list[str]]
 
 
 class Tasks:
@@ -86,15 +86,29 @@ class Tasks:
         # The files of lm-eval are thousands, so one rank looks through them.
         task_files = on_rank0(lambda: find_task_files(names))
         for name in names:
-            path = Path(task_files[name])
-            task_set = read_set(path, task_files) if "set" in read_settings(path) else None
-            loaded = _load_tasks(name, path) if task_set is None else _load_set(name, task_set)
-            self._check_tasks(name, loaded["tasks"], layout)
-            self._try_tasks(name, loaded, task_set)
-            if task_set is not None:
-                self.sets[self._result_name(task_set.name)] = task_set
-            for kind, objects in self._loaded_tasks.items():
-                objects.update(loaded[kind])
+            self._add_tasks(name, task_files, layout)
+        self._check_set_names()
+
+    def _add_tasks(self, name: str, task_files: Mapping[str, str], layout: ParallelDims) -> None:
+        """Load the tasks of a file or a set, check them, and add them to the others.
+
+        Args:
+            name: The value of `--eval_tasks`.
+            task_files: Paths of task files by name.
+            layout: How the ranks divide the model.
+        """
+        path = Path(task_files[name])
+        task_set = read_set(path, task_files) if "set" in read_settings(path) else None
+        loaded = _load_tasks(name, path) if task_set is None else _load_set(name, task_set)
+        self._check_tasks(name, loaded["tasks"], layout)
+        self._try_tasks(name, loaded, task_set)
+        if task_set is not None:
+            self.sets[self._result_name(task_set.name)] = task_set
+        for kind, objects in self._loaded_tasks.items():
+            objects.update(loaded[kind])
+
+    def _check_set_names(self) -> None:
+        """Refuse a set with the name of a task or a group, because results have only names."""
         task_names = {name for objects in self._loaded_tasks.values() for name in objects}
         for task_set in self.sets.values():
             if task_set.name in task_names:
@@ -129,8 +143,8 @@ class Tasks:
             results = self._evaluate_tasks(
                 loaded,
                 [] if task_set is None else [task_set],
-                score=lambda texts: [(-1.0, False)] * len(texts),
-                generate=lambda prompts: [""] * len(prompts),
+                score_texts=lambda texts: [(-1.0, False)] * len(texts),
+                continue_prompts=lambda prompts: [""] * len(prompts),
             )
         except Exception as error:  # templates, metrics and users' functions may raise anything
             reason = one_line(error)
@@ -166,23 +180,28 @@ class Tasks:
         Returns:
             The values of the metrics by task, group or set, the same on all ranks.
         """
-        score_texts = partial(
-            score,
+        score_on_model = partial(
+            score_texts,
             strategy,
             batch_size=batch_size,
             length_multiple=self._length_multiple,
             on_batch=on_batch,
         )
-        continue_texts = partial(
-            generate, strategy, model, tokenizer=self._tokenizer, seed=seed, on_batch=on_batch
+        continue_with_model = partial(
+            continue_prompts,
+            strategy,
+            model,
+            tokenizer=self._tokenizer,
+            seed=seed,
+            on_batch=on_batch,
         )
         # Compiled blocks would recompile for every length.
         with strategy.averaged(), torch.compiler.set_stance("force_eager"):
             return self._evaluate_tasks(
                 self._loaded_tasks,
                 self.sets.values(),
-                score=score_texts,
-                generate=continue_texts,
+                score_texts=score_on_model,
+                continue_prompts=continue_with_model,
             )
 
     def _evaluate_tasks(
@@ -190,27 +209,29 @@ class Tasks:
         loaded: dict[str, Any],
         task_sets: Iterable[TaskSet],
         *,
-        score: Score,
-        generate: Generate,
+        score_texts: ScoreTexts,
+        continue_prompts: ContinuePrompts,
     ) -> dict[str, dict[str, float]]:
         """Return the values of the metrics by task, group or set.
 
         Args:
             loaded: The tasks and groups, as `_load_tasks` returns them.
             task_sets: Sets of these tasks; their tasks have no results of their own.
-            score: Returns the log-probabilities of texts.
-            generate: Returns the continuations of prompts.
+            score_texts: Returns the log-probabilities of texts.
+            continue_prompts: Returns the continuations of prompts.
         """
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # each time the same examples
-        answers = _Answers(self._tokenizer, self._max_length, score, generate)
+        harness_model = _HarnessModel(
+            self._tokenizer, self._max_length, score_texts, continue_prompts
+        )
         # Standard errors of some metrics would fork processes.
         evaluation = evaluator.evaluate(
-            answers, loaded, limit=self._limit, bootstrap_iters=0, log_samples=False
+            harness_model, loaded, limit=self._limit, bootstrap_iters=0, log_samples=False
         )
         results = {name: _metric_values(metrics) for name, metrics in evaluation["results"].items()}
         for task_set in task_sets:
-            set_results = task_set.results(results, loaded["tasks"])
+            set_results = task_set.compute_results(results, loaded["tasks"])
             for member in task_set.members:
                 del results[task_set.task_name(member)]
             results[task_set.name] = set_results
@@ -249,26 +270,53 @@ def _load_tasks(
     try:
         loaded: dict[str, Any] = TaskManager(include_defaults=False).load([str(path)])
     except Exception as error:  # YAML, lm-eval and datasets raise dozens of types
-        reason = one_line(error)
-        subject, settings = subject or name, read_settings(path)
-        fetched_as = fetched_as or settings.get("task")
-        if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
-            reason = "a key that it needs is missing, or has a value of the wrong kind"
-        elif has_hub_data(settings):
-            raise ConfigError(
-                f"--eval_tasks {subject} cannot be loaded: {reason}. Run llm-trainers fetch inputs "
-                f"--tasks {name} on a machine with a connection to the Hub, and use --eval_tasks "
-                f"inputs/tasks/{fetched_as}.yaml here; or write a YAML file with dataset_path: "
-                "json and data_files."
-            ) from error
+        settings = read_settings(path)
         raise ConfigError(
-            f"--eval_tasks {subject} cannot be loaded as a task of lm-eval: {reason} "
-            "(a task without access to the Hub has dataset_path: json and its data_files)."
+            _describe_load_error(
+                error,
+                name,
+                subject=subject or name,
+                settings=settings,
+                fetched_as=fetched_as or settings.get("task"),
+            )
         ) from error
     finally:
         if shows_progress_bars:
             datasets.enable_progress_bars()
     return loaded
+
+
+def _describe_load_error(
+    error: Exception,
+    name: str,
+    *,
+    subject: str,
+    settings: Mapping[str, Any],
+    fetched_as: str | None,
+) -> str:
+    """Return a sentence on a task that lm-eval cannot load, with a remedy.
+
+    Args:
+        error: What lm-eval has raised.
+        name: The value of `--eval_tasks`.
+        subject: The task in the sentence.
+        settings: The settings of the task.
+        fetched_as: Name of the file that `llm-trainers fetch` writes.
+    """
+    reason = one_line(error)
+    if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
+        reason = "a key that it needs is missing, or has a value of the wrong kind"
+    elif has_hub_data(settings):
+        return (
+            f"--eval_tasks {subject} cannot be loaded: {reason}. Run llm-trainers fetch inputs "
+            f"--tasks {name} on a machine with a connection to the Hub, and use --eval_tasks "
+            f"inputs/tasks/{fetched_as}.yaml here; or write a YAML file with dataset_path: "
+            "json and data_files."
+        )
+    return (
+        f"--eval_tasks {subject} cannot be loaded as a task of lm-eval: {reason} "
+        "(a task without access to the Hub has dataset_path: json and its data_files)."
+    )
 
 
 def _metric_values(metrics: dict[str, Any]) -> dict[str, float]:
@@ -280,20 +328,20 @@ def _metric_values(metrics: dict[str, Any]) -> dict[str, float]:
     }
 
 
-class _Answers(TemplateLM):  # type: ignore[misc]
+class _HarnessModel(TemplateLM):  # type: ignore[misc]
     """The model for lm-eval; it turns requests into tokens like lm-eval's class `HFLM`."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
-        score: Score,
-        generate: Generate,
+        score_texts: ScoreTexts,
+        continue_prompts: ContinuePrompts,
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self._score, self._generate = score, generate
+        self._score_texts, self._continue_prompts = score_texts, continue_prompts
 
     @property
     def eot_token_id(self) -> int:
@@ -331,7 +379,7 @@ class _Answers(TemplateLM):  # type: ignore[misc]
                 )
             tokens = (context + continuation)[-(self.max_length + 1) :]
             texts.append(ScoredText(tokens, len(continuation)))
-        return self._score(texts)
+        return self._score_texts(texts)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
@@ -359,7 +407,7 @@ class _Answers(TemplateLM):  # type: ignore[misc]
             prompt, stop_sequences = self._make_prompt(*request.args)
             prompts.append(prompt)
             stops_by_prompt.append(stop_sequences)
-        texts = self._generate(prompts)
+        texts = self._continue_prompts(prompts)
         return [
             postprocess_generated_text(text, stop_sequences, None)
             for text, stop_sequences in zip(texts, stops_by_prompt, strict=True)

@@ -78,8 +78,8 @@ def scaled_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
 def test_each_kind_of_weight_has_its_deviation_and_its_rates(
     family, name, ndim, deviation, adamw, muon
 ):
-    scales = Scales(width=4, depth=4, starts_by_depth=family == "gpt2")
-    assert scales.deviation(name, ndim) == deviation
+    scales = Scales(width=4, depth=4, has_depth_scaled_init=family == "gpt2")
+    assert scales.deviation_factor(name, ndim) == deviation
     assert scales.rate_factor(name, ndim, {}) == adamw
     assert scales.rate_factor(name, ndim, {"is_muon": True}) == muon
 
@@ -89,7 +89,7 @@ def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
     scales = MuPExtension(options).make_transform(
         tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6)
     )
-    assert scales == Scales(width=4, depth=6, attention=0.5, starts_by_depth=True)
+    assert scales == Scales(width=4, depth=6, attention=0.5, has_depth_scaled_init=True)
     wider = MuPExtension(options).make_transform(tiny_config("qwen3"))
     assert wider == Scales(width=2, depth=2, attention=0.5**0.5)
     assert MuPExtension(GPTConfig()).make_transform(tiny_config("opt")) is None
@@ -108,10 +108,10 @@ def test_at_the_base_width_a_model_starts_as_without_mup(family):
 def test_initial_weights_are_the_librarys_times_their_factor(family):
     plain = dict(tiny_model(tiny_config(family)).named_parameters())
     model = scaled_model(tiny_config(family), **HALF)
-    scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
+    scales = Scales(width=2, depth=2, has_depth_scaled_init=family == "gpt2")
     changed = set()
     for name, parameter in model.named_parameters():
-        factor = scales.deviation(name, parameter.ndim)
+        factor = scales.deviation_factor(name, parameter.ndim)
         torch.testing.assert_close(parameter, factor * plain[name])
         changed |= {name} if factor != 1 else set()
     # All matrices of the layers, and the last norm.
@@ -158,7 +158,7 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer, hyperball):
     """The factors of tables 8 and 1 of the two papers, instead of ours in the weights."""
-    scales = Scales(width=2, depth=2, starts_by_depth=family == "gpt2")
+    scales = Scales(width=2, depth=2, has_depth_scaled_init=family == "gpt2")
     folded = scaled_model(tiny_config(family), **HALF).eval().double()
     multiplied = with_multipliers(folded, scales)
     settings = GPTConfig(

@@ -37,7 +37,7 @@ def index_folders(monkeypatch, *folders: str) -> None:
 
     paths = [TASKS_OF_LM_EVAL / folder for folder in folders]
     index = TaskManager(include_path=paths, include_defaults=False).task_index
-    monkeypatch.setattr(task_files, "_task_index", lambda: index)
+    monkeypatch.setattr(task_files, "_read_task_index", lambda: index)
 
 
 def write_set(path: Path, name: str, score: str, tasks: dict[str, dict]) -> Path:

@@ -33,7 +33,7 @@ class Spike(NamedTuple):
 
 
 def find_spike(loss: float, previous_losses: Sequence[float]) -> Spike | None:
-    """Return how far a loss is above the previous losses, if it is a spike.
+    """Return a spike if a loss is far above the median of the previous losses; otherwise None.
 
     Args:
         loss: Mean loss of a step.

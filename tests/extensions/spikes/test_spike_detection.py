@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from llm.extensions.spikes.find_spikes import WINDOW, Spike, append_loss, find_spike
+from llm.extensions.spikes.spike_detection import WINDOW, Spike, append_loss, find_spike
 
 
 def normal_losses(number, *, seed=1):
