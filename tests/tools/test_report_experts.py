@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from llm.tools.report.expert_loads import expert_loads, snapshot_maps, time_map
+from llm.tools.report.expert_loads import collect_expert_loads, make_snapshot_maps, make_time_map
 from llm.tools.report.report import main
 
 ORANGE, BLUE = [226, 92, 32], [46, 116, 226]
@@ -24,7 +24,9 @@ def pixels(heat_map) -> np.ndarray:
 
 
 def test_a_map_is_orange_above_the_mean_load_and_blue_below_it():
-    [heat_map] = snapshot_maps(expert_loads([record(20, [4.0, 0.0, 1.0, 2.0], [9.0, 0.5, 1, 1])]))
+    [heat_map] = make_snapshot_maps(
+        collect_expert_loads([record(20, [4.0, 0.0, 1.0, 2.0], [9.0, 0.5, 1, 1])])
+    )
     colors = pixels(heat_map)
     assert colors[0, 0].tolist() == [*ORANGE, 255]
     assert colors[0, 1].tolist() == [*BLUE, 255]
@@ -37,23 +39,23 @@ def test_a_map_is_orange_above_the_mean_load_and_blue_below_it():
 
 
 def test_a_layer_with_fewer_experts_has_no_color_where_it_has_none():
-    [heat_map] = snapshot_maps(expert_loads([record(20, [4.0, 0.0, 0.0], [0.0, 2.0])]))
+    [heat_map] = make_snapshot_maps(collect_expert_loads([record(20, [4.0, 0.0, 0.0], [0.0, 2.0])]))
     assert pixels(heat_map)[..., 3].tolist() == [[255, 255, 255], [255, 128, 0]]
 
 
 def test_the_map_over_time_has_a_column_for_each_record():
-    records = expert_loads([record(step, [4.0, 0.0], [1.0, 1.0]) for step in (10, 20, 30)])
-    heat_map = time_map(records)
+    records = collect_expert_loads([record(step, [4.0, 0.0], [1.0, 1.0]) for step in (10, 20, 30)])
+    heat_map = make_time_map(records)
     assert pixels(heat_map)[..., 3].tolist() == [[255] * 3, [0] * 3]
     assert (heat_map.left, heat_map.right) == ("step 10", "30")
 
 
 def test_long_runs_have_six_maps_and_thousand_columns_of_the_largest_loads():
     lines = [record(step, [1.0 + (step == 1001), 0.0]) for step in range(1, 1502)]
-    records = expert_loads(lines)
-    titles = [heat_map.title for heat_map in snapshot_maps(records)]
+    records = collect_expert_loads(lines)
+    titles = [heat_map.title for heat_map in make_snapshot_maps(records)]
     assert titles == ["Step 1", "Step 301", "Step 601", "Step 901", "Step 1,201", "Step 1,501"]
-    colors = pixels(time_map(records))
+    colors = pixels(make_time_map(records))
     assert colors.shape == (1, 751, 4)
     assert colors[0, :, 3].nonzero()[0].tolist() == [500]
 
@@ -64,7 +66,7 @@ def test_records_that_a_resume_took_back_are_left_out():
         *({"event": "start", "step": 10}, record(15, [1, 1])),
         *(record(25, [1, 1]), {"event": "rewind", "step": 20}),
     ]
-    assert [each.step for each in expert_loads(lines)] == [10, 15]
+    assert [each.step for each in collect_expert_loads(lines)] == [10, 15]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_records_that_a_resume_took_back_are_left_out():
 )
 def test_records_of_another_kind_than_a_run_writes_are_left_out(values):
     odd = record(20, [1.0, 1.0]) | values
-    assert [each.step for each in expert_loads([record(10, [1, 1]), odd])] == [10]
+    assert [each.step for each in collect_expert_loads([record(10, [1, 1]), odd])] == [10]
 
 
 @pytest.mark.parametrize("recorded", [True, False])

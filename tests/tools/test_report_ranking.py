@@ -10,7 +10,7 @@ from llm.tools.report.comparison import compare_runs
 from llm.tools.report.page import make_page
 from llm.tools.report.ranking import rank_runs, ranking_table
 from llm.tools.report.report import main
-from llm.tools.report.runs import member_folders, read_runs
+from llm.tools.report.runs import find_run_folders, read_runs
 from tests.support.report_pages import CHROMIUM, Reader, Undrawn, evaluation, report, write_run
 
 BASE = {"learning_rate": 1e-3, "seed": 1, "keep_checkpoints": 2}
@@ -27,7 +27,7 @@ def write_member(folder, loss, *, status="finished", steps=20, parameters=1000, 
 
 
 def read(folder):
-    runs, problems = read_runs(member_folders(folder))
+    runs, problems = read_runs(find_run_folders(folder))
     assert problems == []
     return runs
 
@@ -130,7 +130,7 @@ def test_a_run_of_another_sweep_with_the_name_of_a_trunk_is_ranked(tmp_path):
     write_member(tmp_path / "b/seed=1", 2.5, steps=40)
     checkpoint = str(tmp_path / "a/seed=1/checkpoints/step_00000010")
     write_member(tmp_path / "a/branch", 3.0, branch_from=checkpoint, cooldown_tokens=500)
-    runs, _ = read_runs([*member_folders(tmp_path / "a"), *member_folders(tmp_path / "b")])
+    runs, _ = read_runs([*find_run_folders(tmp_path / "a"), *find_run_folders(tmp_path / "b")])
     ranking = rank_runs(runs)
     assert [runs[member.run].path for member in ranking.unranked] == [tmp_path / "a/seed=1"]
 

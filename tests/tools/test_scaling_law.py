@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from llm.tools.report import scaling_law
-from llm.tools.report.scaling_law import fit_problem, fit_scaling_law
+from llm.tools.report.scaling_law import describe_fit_problem, fit_scaling_law
 
 # The constants of Hoffmann et al. as Besiroglu et al. fitted them.
 KNOWN = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
@@ -78,8 +78,8 @@ def test_the_gradient_is_that_of_finite_differences():
 
 def test_the_fit_is_refused_with_few_runs_or_one_ratio_of_tokens():
     sizes, tokens, _ = made_up_runs(noise=0.0)
-    assert fit_problem(sizes, tokens) is None
-    assert "it needs 8 pairs of size and tokens" in fit_problem(sizes[:7], tokens[:7])
+    assert describe_fit_problem(sizes, tokens) is None
+    assert "it needs 8 pairs of size and tokens" in describe_fit_problem(sizes[:7], tokens[:7])
     many_sizes = np.geomspace(1e7, 1e9, 10)
-    problem = fit_problem(many_sizes, 20 * many_sizes)
+    problem = describe_fit_problem(many_sizes, 20 * many_sizes)
     assert "the effects of both cannot be told apart" in problem

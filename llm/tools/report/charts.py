@@ -22,8 +22,8 @@ from bokeh.plotting import figure
 from llm.tools.report.chart_style import FIGURE_STYLE, style_axes
 from llm.tools.report.loss_charts import draw_loss_panel
 from llm.tools.report.option_panels import LossPanel
-from llm.tools.report.panels import COLORS, Curve, Panel, last_x_values, unit_of_time
-from llm.tools.report.runs import X_KEYS, Run, X
+from llm.tools.report.panels import COLORS, Curve, Panel, choose_time_unit, last_x_values
+from llm.tools.report.runs import X_AXES, Run, XAxis
 
 
 class Mark(NamedTuple):
@@ -73,11 +73,11 @@ class Charts:
     """
 
     def __init__(
-        self, runs: list[Run], panels: list[Panel], loss_panels: list[LossPanel], *, x: X
+        self, runs: list[Run], panels: list[Panel], loss_panels: list[LossPanel], *, x: XAxis
     ) -> None:
         self._runs, self._panels, self._loss_panels, self._x = runs, panels, loss_panels, x
         last_values = last_x_values(runs)
-        self._divisor, unit = unit_of_time(last_values["seconds"])
+        self._divisor, unit = choose_time_unit(last_values["seconds"])
         self._last_values = last_values | {"seconds": last_values["seconds"] / self._divisor}
         self._axis_titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}
         self._full_range, self._second_half_range = Range1d(name="whole"), Range1d(name="half")
@@ -97,11 +97,7 @@ class Charts:
         if any(len(source.data["step"]) for source in self._event_sources):
             charts["events"] = self._draw_events()
             charts[self._panels[0].name].xaxis.visible = False
-        loss_charts = {}
-        for loss_panel in self._loss_panels:
-            loss_charts[loss_panel.name], points = draw_loss_panel(loss_panel, self._runs)
-            for run_index, renderer in points.items():
-                self._renderers_by_run[run_index].append(renderer)
+        loss_charts = self._draw_loss_panels()
         document = Document()
         for chart in [*charts.values(), *loss_charts.values()]:
             document.add_root(chart)
@@ -119,7 +115,18 @@ class Charts:
         script, elements = components(charts | loss_charts)
         return script, elements
 
+    def _draw_loss_panels(self) -> dict[str, Any]:
+        """Return the charts of the final losses, by name."""
+        chart_by_name = {}
+        for loss_panel in self._loss_panels:
+            chart, renderer_by_run = draw_loss_panel(loss_panel, self._runs)
+            for run_index, renderer in renderer_by_run.items():
+                self._renderers_by_run[run_index].append(renderer)
+            chart_by_name[loss_panel.name] = chart
+        return chart_by_name
+
     def _make_figure(self, *, height: int, is_second_half: bool = False, **options: Any) -> Any:
+        """Return an empty chart on the common x axis, with further options of Bokeh's figure."""
         chart: Any = figure(
             height=height,
             sizing_mode="stretch_width",
@@ -201,7 +208,7 @@ class Charts:
             stride = -(-len(events) // _MAX_MARKS) or 1
             marked_events += events[::stride]
         positions = [run.position_at(event.step or 0) for event in marked_events]
-        columns: dict[str, list[Any]] = {x: [point[x] for point in positions] for x in X_KEYS}
+        columns: dict[str, list[Any]] = {x: [point[x] for point in positions] for x in X_AXES}
         columns["kind"] = [event.kind for event in marked_events]
         columns["mark"] = [MARKS[event.kind].symbol for event in marked_events]
         columns["aside"] = [MARKS[event.kind].x_offset for event in marked_events]

@@ -35,7 +35,7 @@ class Event:
     is_current: bool = True
 
 
-def logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list[Event]:
+def list_logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list[Event]:
     """Return the events of events.jsonl, and the checkpoints that it lacks.
 
     Args:
@@ -46,7 +46,7 @@ def logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list
     for line in lines:
         kind, step = line["event"], line.get("step")
         if kind in ("start", "rewind"):
-            events = [_take_back_after(event, step or 0) for event in events]
+            events = [_mark_undone_after(event, step or 0) for event in events]
         text = _describe_event(line, is_saved=step in saved_steps)
         if text is not None:
             time = str(line.get("time", ""))[:19].replace("T", " ")
@@ -57,8 +57,8 @@ def logged_events(lines: list[dict[str, Any]], *, saved_steps: set[int]) -> list
     return events + [Event(kind="save", step=step, text="saved") for step in sorted(unlogged_steps)]
 
 
-def _take_back_after(event: Event, step: int) -> Event:
-    """Return an event, not current if it is after the step that a run goes back to."""
+def _mark_undone_after(event: Event, step: int) -> Event:
+    """Return an event; it is not current if it comes after the step that a run goes back to."""
     is_current = event.is_current and (event.step or 0) <= step
     return dataclasses.replace(event, is_current=is_current)
 
@@ -91,7 +91,7 @@ def _describe_event(line: dict[str, Any], *, is_saved: bool) -> str | None:
     return None
 
 
-def planned_events(
+def list_planned_events(
     config: dict[str, Any],
     start: dict[str, Any],
     *,
@@ -109,20 +109,22 @@ def planned_events(
         cooldown_from: Steps done before the cooldown; None without one.
     """
     try:
-        borders = [border for border in _phase_borders(config, start) if border.step > first_step]
+        changes = [
+            change for change in _iterate_phase_changes(config, start) if change.step > first_step
+        ]
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
-        borders = []  # no run has these options
+        changes = []  # a person has edited the files, so no run had these options
     if cooldown_from is not None and cooldown_from >= first_step:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
-        borders.append(_Border("cooldown", cooldown_from, text))
+        changes.append(_PhaseChange("cooldown", cooldown_from, text))
     return [
-        Event(kind=border.kind, step=border.step, text=border.text)
-        for border in borders
-        if border.step <= last_step
+        Event(kind=change.kind, step=change.step, text=change.text)
+        for change in changes
+        if change.step <= last_step
     ]
 
 
-class _Border(NamedTuple):
+class _PhaseChange(NamedTuple):
     """A change of the batch or the data at a step."""
 
     kind: str
@@ -130,17 +132,17 @@ class _Border(NamedTuple):
     text: str
 
 
-def _phase_borders(config: dict[str, Any], start: dict[str, Any]) -> Iterator[_Border]:
-    """Yield every border of batch sizes and data stages, including future ones."""
+def _iterate_phase_changes(config: dict[str, Any], start: dict[str, Any]) -> Iterator[_PhaseChange]:
+    """Yield each planned change of the batch size and the data stage, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
     phases = plan_batch_phases(start["global_batch_size"], block_size=start["block_size"])
     for step, _, size in phases[1:]:
-        yield _Border("batch", step, f"the batch grows to {size:,} samples")
+        yield _PhaseChange("batch", step, f"the batch grows to {size:,} samples")
     for stage_number, (previous_stage, stage) in enumerate(
         pairwise(config.get("data_stage") or []), start=2
     ):
-        samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
+        num_samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
         paths = " ".join(Path(str(word)).name for word in stage["data_path"])
-        step = math.ceil(count_steps(phases, samples))
-        yield _Border("stage", step, f"data stage {stage_number}: {paths}")
+        step = math.ceil(count_steps(phases, num_samples))
+        yield _PhaseChange("stage", step, f"data stage {stage_number}: {paths}")

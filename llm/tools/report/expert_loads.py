@@ -19,7 +19,7 @@ _MAX_COLUMNS = 1000
 _MAX_EXPERTS = 1 << 16
 """Maximum experts of a record, in all layers."""
 
-MOST = 4.0
+_SATURATED_LOAD = 4.0
 """Relative load from which the color of a map does not change."""
 _ABOVE, _BELOW = (226, 92, 32), (46, 116, 226)
 """Colors above and below the mean load, visible on light and on dark paper."""
@@ -77,7 +77,7 @@ class HeatMap:
         return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
+def collect_expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
     """Return the records in the lines of events.jsonl, without those that a resume took back.
 
     Records of another size than the last one, and those that are not tables of loads, are left out.
@@ -103,7 +103,7 @@ def expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
     ]
 
 
-def snapshot_maps(records: Sequence[ExpertLoads]) -> list[HeatMap]:
+def make_snapshot_maps(records: Sequence[ExpertLoads]) -> list[HeatMap]:
     """Return maps of all experts at some steps: a row for each layer, a column for each expert."""
     num_snapshots = min(MAX_SNAPSHOTS, len(records))
     record_indices = np.linspace(0, len(records) - 1, num_snapshots).round().astype(int)
@@ -120,7 +120,7 @@ def snapshot_maps(records: Sequence[ExpertLoads]) -> list[HeatMap]:
     return maps
 
 
-def time_map(records: Sequence[ExpertLoads]) -> HeatMap:
+def make_time_map(records: Sequence[ExpertLoads]) -> HeatMap:
     """Return a map of the largest load of each layer: a column for each record."""
     # [layers, records]
     max_loads = np.stack([np.nanmax(record.loads, axis=1) for record in records], axis=1)
@@ -166,6 +166,14 @@ def _make_map(
     layers: Sequence[int],
     columns: tuple[str, str],
 ) -> HeatMap:
+    """Return the map of a table of loads.
+
+    Args:
+        loads: [layers, columns]; NaN where there is no expert.
+        title: Title of the map.
+        layers: Number of the layer of each row.
+        columns: Labels of the first and the last column.
+    """
     return HeatMap(
         title=title,
         remark=f"largest {np.nanmax(loads):.2f}x",
@@ -182,7 +190,7 @@ def _color_loads(loads: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     """Return the color of each load, [rows, columns, 4]: half and twice the mean are as strong."""
     loads = np.nan_to_num(loads, nan=1.0)
     is_below_mean = loads < 1
-    strength_above = np.log2(loads.clip(1, MOST)) / math.log2(MOST)
+    strength_above = np.log2(loads.clip(1, _SATURATED_LOAD)) / math.log2(_SATURATED_LOAD)
     opacity = np.where(is_below_mean, 1 - loads, strength_above)
     colors = np.empty((*loads.shape, 4), dtype=np.uint8)
     colors[..., :3] = np.where(is_below_mean[..., None], _BELOW, _ABOVE)

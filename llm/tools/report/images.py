@@ -12,10 +12,17 @@ from matplotlib.ticker import NullLocator
 
 from llm.errors import ConfigError
 from llm.tools.report.comparison import Comparison
-from llm.tools.report.expert_loads import HeatMap, snapshot_maps, time_map
+from llm.tools.report.expert_loads import HeatMap, make_snapshot_maps, make_time_map
 from llm.tools.report.option_panels import LossPanel
-from llm.tools.report.panels import COLORS, Curve, last_x_values, make_panels, unit_of_time
-from llm.tools.report.runs import Run, X
+from llm.tools.report.panels import (
+    COLORS,
+    Curve,
+    Panel,
+    choose_time_unit,
+    last_x_values,
+    make_panels,
+)
+from llm.tools.report.runs import Run, XAxis
 
 _DASHES = ("-", "-.", ":")
 _MAX_LEGEND_RUNS = 12
@@ -24,7 +31,7 @@ _MAX_LEGEND_RUNS = 12
 
 @rc_context({"text.parse_math": False})  # names may contain dollar signs
 def write_images(
-    runs: list[Run], comparison: Comparison | None, folder: Path, *, x: X
+    runs: list[Run], comparison: Comparison | None, folder: Path, *, x: XAxis
 ) -> list[Path]:
     """Write each panel to `folder/NAME.png`, and the loads of experts to `folder/experts.png`.
 
@@ -47,38 +54,57 @@ def write_images(
         raise ConfigError(f"--png {folder} is a file; name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     last_x = last_x_values(runs)[x]
-    divisor, unit = unit_of_time(last_x) if x == "seconds" else (1, "")
+    divisor, unit = choose_time_unit(last_x) if x == "seconds" else (1, "")
+    x_label = {"step": "steps", "tokens": "tokens"}.get(x, f"{unit} of training")
     paths = []
     for panel in make_panels(runs):
+        paths.append(folder / f"{panel.name}.png")
         figure = Figure(figsize=(7, 4), dpi=160, layout="constrained")
         plot = figure.subplots()
         for curve in panel.curves:
             _draw_curve(plot, curve, curve.points[x] / divisor, run_name=runs[curve.run].name)
-        if panel.log:
-            plot.set_yscale("log")
-        elif panel.from_zero:
-            plot.set_ylim(bottom=0)
-        if panel.from_half:
-            plot.set_xlim(left=last_x / 2 / divisor)
-        plot.set_xlabel({"step": "steps", "tokens": "tokens"}.get(x, f"{unit} of training"))
-        plot.set_ylabel(panel.unit)
-        plot.set_title(panel.title)
-        plot.grid(alpha=0.25)
+        _set_axes(plot, panel, x_label=x_label, last_x=last_x / divisor)
         has_room = len(runs) <= _MAX_LEGEND_RUNS
         if has_room and not all(curve.layer for curve in panel.curves):
             plot.legend(frameon=False, fontsize="small")
-        paths.append(folder / f"{panel.name}.png")
         figure.savefig(paths[-1])
     for loss_panel in comparison.loss_panels if comparison else []:
         paths.append(folder / f"{loss_panel.name}.png")
         _draw_loss_panel(loss_panel).savefig(paths[-1])
+    return paths + _write_expert_images(runs, folder)
+
+
+def _write_expert_images(runs: list[Run], folder: Path) -> list[Path]:
+    """Write the loads of experts of each run that has recorded them; return the files."""
     recorded_runs = [(number, run) for number, run in enumerate(runs, 1) if run.expert_loads]
+    paths = []
     for number, run in recorded_runs:
         suffix = f"-{number}" if len(recorded_runs) > 1 else ""
         paths.append(folder / f"experts{suffix}.png")
-        maps = [time_map(run.expert_loads), *snapshot_maps(run.expert_loads)]
+        maps = [make_time_map(run.expert_loads), *make_snapshot_maps(run.expert_loads)]
         _draw_heat_maps(maps, title=f"load of experts, {run.name}").savefig(paths[-1])
     return paths
+
+
+def _set_axes(plot: Axes, panel: Panel, *, x_label: str, last_x: float) -> None:
+    """Set the scales, limits and labels of a panel's axes.
+
+    Args:
+        plot: The chart, with its curves.
+        panel: The panel.
+        x_label: Label of the x axis.
+        last_x: Last value of the longest run on the x axis, in its unit.
+    """
+    if panel.log:
+        plot.set_yscale("log")
+    elif panel.from_zero:
+        plot.set_ylim(bottom=0)
+    if panel.from_half:
+        plot.set_xlim(left=last_x / 2)
+    plot.set_xlabel(x_label)
+    plot.set_ylabel(panel.unit)
+    plot.set_title(panel.title)
+    plot.grid(alpha=0.25)
 
 
 def _draw_curve(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from llm.config.duration import Duration, Tokens
-from llm.tools.report.ranking import Ranking, option_texts
+from llm.tools.report.ranking import Ranking, format_options
 from llm.tools.report.run_files import MAX_COUNT
 from llm.tools.report.runs import natural_key
 
@@ -82,66 +82,89 @@ def make_option_panels(ranking: Ranking) -> list[LossPanel]:
 
 
 def _make_panel(ranking: Ranking, name: str) -> LossPanel:
-    """Return the panel of an option: on a logarithmic axis if its values are positive numbers."""
-    members = ranking.members
-    values = [member.options[name] for member in members]
-    texts = option_texts(values)
-    numbers = [_number_of(value) for value in values]
-    places = [number.value for number in numbers if number is not None]
-    units = {number.unit for number in numbers if number is not None}
-    if len(places) < len(values) or len(units) > 1:
-        categories = sorted(set(texts), key=natural_key)
-        max_length = max(6, _LABEL_CHARACTERS // len(categories))
-        return LossPanel(
-            name=_file_name(name),
-            title=name,
-            ticks={
-                place: _shorten_middle(text, max_length) for place, text in enumerate(categories)
-            },
-            points={
-                member.run: Point(categories.index(text), member.loss or math.nan)
-                for member, text in zip(members, texts, strict=True)
-            },
-            lines=[],
-        )
+    """Return the panel of an option: by its numbers if all values have one, else by its texts."""
+    numbers = [_parse_number(member.options[name]) for member in ranking.members]
+    known_numbers = [number for number in numbers if number is not None]
+    units = {number.unit for number in known_numbers}
+    if len(known_numbers) < len(numbers) or len(units) > 1:
+        return _make_category_panel(ranking, name)
     (unit,) = units
-    place_by_run = {member.run: place for member, place in zip(members, places, strict=True)}
-    log = min(places) > 0
+    return _make_number_panel(ranking, name, [number.value for number in known_numbers], unit=unit)
+
+
+def _make_category_panel(ranking: Ranking, name: str) -> LossPanel:
+    """Return the panel of an option with a place on the x axis for each of its texts."""
+    texts = format_options([member.options[name] for member in ranking.members])
+    categories = sorted(set(texts), key=natural_key)
+    max_length = max(6, _LABEL_CHARACTERS // len(categories))
+    return LossPanel(
+        name=_file_name(name),
+        title=name,
+        ticks={place: _shorten_middle(text, max_length) for place, text in enumerate(categories)},
+        points={
+            member.run: Point(categories.index(text), member.loss or math.nan)
+            for member, text in zip(ranking.members, texts, strict=True)
+        },
+        lines=[],
+    )
+
+
+def _make_number_panel(
+    ranking: Ranking, name: str, x_values: Sequence[float], *, unit: str
+) -> LossPanel:
+    """Return the panel of an option with numbers; its axis is logarithmic if all are positive.
+
+    Args:
+        ranking: The runs.
+        name: The option.
+        x_values: The option's number in each ranked run.
+        unit: Their unit; may be empty.
+    """
+    members = ranking.members
+    texts = format_options([member.options[name] for member in members])
     labels = [text.removesuffix(f" {unit}").removesuffix(f" {unit[:-1]}") for text in texts]
-    ticks = dict(sorted(zip(places, labels, strict=True)))
+    x_by_run = {member.run: x for member, x in zip(members, x_values, strict=True)}
+    is_log = min(x_values) > 0
+    ticks = dict(sorted(zip(x_values, labels, strict=True)))
     return LossPanel(
         name=_file_name(name),
         title=name,
         unit=unit,
-        log=log,
-        ticks=ticks if _has_room(list(ticks), log=log) else {},
+        log=is_log,
+        ticks=ticks if _has_room(list(ticks), log=is_log) else {},
         points={
-            member.run: Point(place_by_run[member.run], member.loss or math.nan)
-            for member in members
+            member.run: Point(x_by_run[member.run], member.loss or math.nan) for member in members
         },
-        lines=_make_lines(ranking, name, place_by_run),
+        lines=_make_lines(ranking, name, x_by_run),
     )
 
 
-def _make_lines(ranking: Ranking, name: str, place_by_run: Mapping[int, float]) -> list[Line]:
-    """Return lines through the groups that differ in an option, and in options that follow it."""
-    members = ranking.members
-    places = [place_by_run[member.run] for member in members]
+def _make_lines(ranking: Ranking, name: str, x_by_run: Mapping[int, float]) -> list[Line]:
+    """Return lines through the groups that differ in an option, and in options that follow it.
+
+    Args:
+        ranking: The runs.
+        name: The option.
+        x_by_run: The option's number by the index of the run.
+    """
+    x_values = [x_by_run[member.run] for member in ranking.members]
     fixed_names = [
         option_name
         for option_name in ranking.options
         if option_name not in (name, "seed")
-        and not _moves_with(places, [_number_of(member.options[option_name]) for member in members])
+        and not _is_monotonic(
+            x_values, [_parse_number(member.options[option_name]) for member in ranking.members]
+        )
     ]
     points_by_options: dict[str, list[Point]] = {}
     label_by_options: dict[str, str] = {}
     for group in ranking.groups:
-        first, *_ = group.members
-        values = [first.options[option_name] for option_name in fixed_names]
+        first_member, *_ = group.members
+        values = [first_member.options[option_name] for option_name in fixed_names]
         key = repr(values)
-        point = Point(place_by_run[first.run], group.mean_loss)
+        point = Point(x_by_run[first_member.run], group.mean_loss)
         points_by_options.setdefault(key, []).append(point)
-        label_by_options[key] = ", ".join(map(_label_of, values))
+        label_by_options[key] = ", ".join(map(_make_label, values))
     lines = [
         Line(label_by_options[key], sorted(points))
         for key, points in points_by_options.items()
@@ -152,21 +175,26 @@ def _make_lines(ranking: Ranking, name: str, place_by_run: Mapping[int, float]) 
     return lines
 
 
-def _label_of(value: Any) -> str:
+def _make_label(value: Any) -> str:
     """Return the value of an option in few characters, without its unit."""
-    number = _number_of(value)
-    (text,) = option_texts([value])
+    number = _parse_number(value)
+    (text,) = format_options([value])
     return _shorten_middle(text.partition(" ")[0] if number and number.unit else text, 12)
 
 
-def _moves_with(places: Sequence[float], numbers: Sequence["_Number | None"]) -> bool:
-    """Return whether another option is a rising or a falling function of the places."""
-    other_places = [number.value for number in numbers if number is not None]
-    if len(other_places) < len(places):
+def _is_monotonic(x_values: Sequence[float], numbers: Sequence["_Number | None"]) -> bool:
+    """Return whether an option is a rising or a falling function of another one.
+
+    Args:
+        x_values: The values of the other option.
+        numbers: The numbers of the option in the same runs; None for a text.
+    """
+    y_values = [number.value for number in numbers if number is not None]
+    if len(y_values) < len(x_values):
         return False
-    pairs = sorted(set(zip(places, other_places, strict=True)))
-    changes = [current[1] - previous[1] for previous, current in pairwise(pairs)]
-    is_function = len(pairs) == len(set(places))
+    points = sorted(set(zip(x_values, y_values, strict=True)))
+    changes = [y - previous_y for (_, previous_y), (_, y) in pairwise(points)]
+    is_function = len(points) == len(set(x_values))
     return is_function and (min(changes) > 0 or max(changes) < 0)
 
 
@@ -177,7 +205,7 @@ class _Number(NamedTuple):
     unit: str
 
 
-def _number_of(value: Any) -> _Number | None:
+def _parse_number(value: Any) -> _Number | None:
     """Return the number of a value such as 0.001, "124M" or "600 steps"; None if it has none."""
     unit = ""
     try:
@@ -192,9 +220,9 @@ def _number_of(value: Any) -> _Number | None:
     return _Number(float(value), unit) if is_number and abs(value) < MAX_COUNT else None
 
 
-def _has_room(places: Sequence[float], *, log: bool) -> bool:
+def _has_room(x_values: Sequence[float], *, log: bool) -> bool:
     """Return whether each value of a sorted list can have a tick with its text."""
-    scaled = [math.log(place) if log else place for place in places]
+    scaled = [math.log(x) if log else x for x in x_values]
     gaps = [current - previous for previous, current in pairwise(scaled)]
     return min(gaps) > _MIN_TICK_GAP * (scaled[-1] - scaled[0])
 
@@ -208,5 +236,5 @@ def _shorten_middle(text: str, max_length: int) -> str:
     """Return a text that is cut in the middle if it is too long."""
     if len(text) <= max_length:
         return text
-    num_last = (max_length - 1) // 2
-    return f"{text[: max_length - 1 - num_last]}…{text[len(text) - num_last :]}"
+    tail_length = (max_length - 1) // 2
+    return f"{text[: max_length - 1 - tail_length]}…{text[len(text) - tail_length :]}"

@@ -20,17 +20,17 @@ from llm.tools.report.cell_text import (
 from llm.tools.report.charts import MARKS, Charts
 from llm.tools.report.comparison import Comparison
 from llm.tools.report.events import Event
-from llm.tools.report.expert_loads import snapshot_maps, time_map
+from llm.tools.report.expert_loads import make_snapshot_maps, make_time_map
 from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
 from llm.tools.report.ranking import ranking_table
 from llm.tools.report.run_files import is_count
-from llm.tools.report.runs import Run, X, best_evaluation
+from llm.tools.report.runs import Run, XAxis, best_evaluation
 
 _MAX_SILENCE_SECONDS = 3600.0
 """If a run has written nothing for longer, the page says that it may be dead."""
 
 
-def make_page(runs: list[Run], comparison: Comparison | None, *, x: X) -> str:
+def make_page(runs: list[Run], comparison: Comparison | None, *, x: XAxis) -> str:
     """Return the page as HTML.
 
     Args:
@@ -49,7 +49,7 @@ def make_page(runs: list[Run], comparison: Comparison | None, *, x: X) -> str:
         (name, values) for name, values in options if len(set(values)) > 1 and name != "output_dir"
     ]
     expert_maps = [
-        (run_index, time_map(run.expert_loads), snapshot_maps(run.expert_loads))
+        (run_index, make_time_map(run.expert_loads), make_snapshot_maps(run.expert_loads))
         for run_index, run in enumerate(runs)
         if run.expert_loads
     ]
@@ -155,6 +155,7 @@ def _format_or_none(value: float | None, formatter: Callable[[float], str]) -> s
 
 
 def _status_cell(run: Run) -> str | None:
+    """Return the status of a run, and for a running one the time since its last sign of life."""
     status = run.status.get("status")
     if not isinstance(status, str):
         return None
@@ -164,12 +165,13 @@ def _status_cell(run: Run) -> str | None:
     if status != "running" or not times:
         return cell
     age = max(0.0, time.time() - max(times))
-    suspicion = "; it may have been killed" if age > _MAX_SILENCE_SECONDS else ""
-    remark = f"last sign {format_duration(round(age))} ago{suspicion}"
+    warning = "; it may have been killed" if age > _MAX_SILENCE_SECONDS else ""
+    remark = f"last sign {format_duration(round(age))} ago{warning}"
     return cell + Markup(" <small>{}</small>").format(remark)
 
 
 def _origin_cell(run: Run) -> str | None:
+    """Return what a branch or a mean of checkpoints was made of; None for another run."""
     if run.origin is None:
         return None
     name, steps = run.origin.folder.name, run.origin.steps
@@ -177,11 +179,11 @@ def _origin_cell(run: Run) -> str | None:
         template = "mean of {} <small>{} checkpoints, steps {:,} to {:,}</small>"
         return Markup(template).format(name, len(steps), steps[0], steps[-1])
     cell = Markup("branch of {} <small>step {:,}</small>").format(name, steps[0])
-    cooldown, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
-    if not is_count(cooldown):
+    num_tokens, shape = run.config.get("cooldown_tokens"), run.config.get("cooldown_shape")
+    if not is_count(num_tokens):
         return cell
     return cell + Markup("<small>, cooldown of {} tokens ({})</small>").format(
-        format_short(cooldown), shape
+        format_short(num_tokens), shape
     )
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from llm.metrics.set_scores import set_score_title
-from llm.tools.report.runs import X_KEYS, Run, X
+from llm.tools.report.runs import X_AXES, Run, XAxis
 
 MAX_POINTS = 2000
 """Maximum points per curve; with more reports, a point is the mean of several."""
@@ -145,23 +145,30 @@ _DEFAULT_VALUES = {"loss_scale": 1.0, "skipped_steps": 0.0}
 
 def make_panels(runs: list[Run]) -> list[Panel]:
     """Return the panels with values, in the order of the page."""
-    keys = list(dict.fromkeys(key for run in runs for row in run.rows for key in row))
-    known_keys = {key for panel in _KNOWN_PANELS for key in panel.keys} | _HIDDEN_KEYS
-    set_prefixes = {key.rpartition("/")[0] for key in keys if set_score_title(key)}
-    other_keys = [
-        key
-        for key in keys
-        if key not in known_keys
-        and not key.startswith(_HIDDEN_PREFIXES)
-        and (key.rpartition("/")[0] not in set_prefixes or set_score_title(key))
-    ]
-    layer_panels = _make_layer_panels(other_keys)
-    layer_keys = {key for panel in layer_panels for key in panel.keys}
-    other_panels = [_make_panel(key) for key in other_keys if key not in layer_keys]
-    candidates = [*_KNOWN_PANELS, *layer_panels, *other_panels]
-    candidates.sort(key=lambda panel: _SECTIONS.index(panel.section))
-    panels = [_fill_panel(panel, runs) for panel in candidates]
+    metrics = _select_further_metrics(
+        dict.fromkeys(metric for run in runs for row in run.rows for metric in row)
+    )
+    layer_panels = _make_layer_panels(metrics)
+    layer_metrics = {metric for panel in layer_panels for metric in panel.keys}
+    metric_panels = [_make_metric_panel(key) for key in metrics if key not in layer_metrics]
+    empty_panels = [*_KNOWN_PANELS, *layer_panels, *metric_panels]
+    empty_panels.sort(key=lambda panel: _SECTIONS.index(panel.section))
+    panels = [_fill_panel(panel, runs) for panel in empty_panels]
     return [panel for panel in panels if panel is not None]
+
+
+def _select_further_metrics(metrics: Iterable[str]) -> list[str]:
+    """Return the metrics that need a panel besides the known ones; of a task set only its score."""
+    metrics = list(metrics)
+    known_metrics = {metric for panel in _KNOWN_PANELS for metric in panel.keys} | _HIDDEN_KEYS
+    task_sets = {metric.rpartition("/")[0] for metric in metrics if set_score_title(metric)}
+    return [
+        metric
+        for metric in metrics
+        if metric not in known_metrics
+        and not metric.startswith(_HIDDEN_PREFIXES)
+        and (metric.rpartition("/")[0] not in task_sets or set_score_title(metric))
+    ]
 
 
 def _make_layer_panels(keys: Sequence[str]) -> list[Panel]:
@@ -180,7 +187,7 @@ def _make_layer_panels(keys: Sequence[str]) -> list[Panel]:
 
 
 def _fill_panel(panel: Panel, runs: list[Run]) -> Panel | None:
-    """Return a panel with the curves of the runs; None if there is nothing to see in them."""
+    """Return a panel with its curves; None if it has too few values, or only the default one."""
     curves = [
         _make_curve(run, key, run_index=index, panel=panel)
         for key in panel.keys
@@ -196,15 +203,15 @@ def _fill_panel(panel: Panel, runs: list[Run]) -> Panel | None:
     return dataclasses.replace(panel, curves=curves, log=is_log)
 
 
-def last_x_values(runs: list[Run]) -> dict[X, float]:
+def last_x_values(runs: list[Run]) -> dict[XAxis, float]:
     """Return the last value of the longest run on each x axis."""
     last_rows = [run.rows[-1] for run in runs if run.rows]
     return {
-        x: max((row[x] for row in last_rows if math.isfinite(row[x])), default=0.0) for x in X_KEYS
+        x: max((row[x] for row in last_rows if math.isfinite(row[x])), default=0.0) for x in X_AXES
     }
 
 
-def unit_of_time(seconds: float) -> tuple[float, str]:
+def choose_time_unit(seconds: float) -> tuple[float, str]:
     """Return the unit for showing a time: its seconds, and its name."""
     for min_seconds, divisor, name in ((4 * 86400, 86400, "days"), (7200, 3600, "hours")):
         if seconds >= min_seconds:
@@ -212,7 +219,7 @@ def unit_of_time(seconds: float) -> tuple[float, str]:
     return (60, "minutes") if seconds >= 120 else (1, "seconds")
 
 
-def _make_panel(key: str) -> Panel:
+def _make_metric_panel(key: str) -> Panel:
     """Return the panel of a metric without a known one, such as a metric of `--eval_metrics`."""
     name = _panel_name(key)
     label = key.removeprefix("eval_").replace("_", " ")
@@ -258,7 +265,7 @@ def _make_curve(run: Run, key: str, *, run_index: int, panel: Panel) -> Curve:
     if is_branch and panel.section != "System":  # its devices may differ
         parent_rows = [row for row in run.inherited_rows if key in row]
         rows = [*parent_rows[-1:], *rows]  # the curve continues its parent's curve
-    points: Points = {name: np.array([row[name] for row in rows]) for name in X_KEYS}
+    points: Points = {name: np.array([row[name] for row in rows]) for name in X_AXES}
     points["y"] = np.array([row[key] * panel.factor for row in rows])
     return Curve(run=run_index, key=key, points=_thin_out(points))
 

@@ -133,36 +133,47 @@ def rank_runs(runs: Sequence[Run]) -> Ranking | None:
     A mean of checkpoints has no options, and is left out. A run is not ranked if the cooldowns of
     its branches replace the end of its schedule, as in a ladder.
     """
-    indices = [index for index, run in enumerate(runs) if run.config]
-    all_options = {index: _trained_options(runs[index].config) for index in indices}
-    names = list(dict.fromkeys(name for options in all_options.values() for name in options))
-    differing = [
-        name
-        for name in names
-        if len({repr(options.get(name)) for options in all_options.values()}) > 1
-    ]
-    differing.sort(key=lambda name: name == "seed")
+    options_by_run = {
+        run_index: _trained_options(run.config) for run_index, run in enumerate(runs) if run.config
+    }
+    differing_names = _find_differing_options([*options_by_run.values()])
     members = [
-        _make_member(runs[index], index, {name: all_options[index].get(name) for name in differing})
-        for index in indices
+        _make_member(
+            runs[run_index], run_index, {name: options.get(name) for name in differing_names}
+        )
+        for run_index, options in options_by_run.items()
     ]
-    parents = [find_parent(run, runs) for run in runs if run.config.get("cooldown_tokens")]
-    trunks = {parent.path for parent in parents if parent is not None}
-    members = [
-        dataclasses.replace(member, problem="cooldowns in branches")
-        if not member.problem and runs[member.run].path in trunks
-        else member
-        for member in members
-    ]
+    members = _exclude_trunks(members, runs)
     groups = _group_members(members)
     if len(members) < 2 or not groups:
         return None
     return Ranking(
-        options=differing,
+        options=differing_names,
         groups=groups,
         unranked=[member for member in members if member.problem],
-        remark=_validation_remark(differing, all_options.values()),
+        remark=_describe_validation_change(differing_names, options_by_run.values()),
     )
+
+
+def _find_differing_options(options_of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the options that differ between runs; `seed` is the last."""
+    names = dict.fromkeys(name for options in options_of_runs for name in options)
+    differing_names = [
+        name for name in names if len({repr(options.get(name)) for options in options_of_runs}) > 1
+    ]
+    return sorted(differing_names, key=lambda name: name == "seed")
+
+
+def _exclude_trunks(members: Sequence[Member], runs: Sequence[Run]) -> list[Member]:
+    """Return the members; runs with cooldowns in branches get this problem."""
+    parents = [find_parent(run, runs) for run in runs if run.config.get("cooldown_tokens")]
+    trunk_paths = {parent.path for parent in parents if parent is not None}
+    return [
+        dataclasses.replace(member, problem="cooldowns in branches")
+        if not member.problem and runs[member.run].path in trunk_paths
+        else member
+        for member in members
+    ]
 
 
 def _trained_options(config: dict[str, Any]) -> dict[str, Any]:
@@ -208,20 +219,24 @@ def _group_members(members: Sequence[Member]) -> list[Group]:
         options = {name: value for name, value in member.options.items() if name != "seed"}
         members_by_options.setdefault(repr(options), []).append(member)
     groups = []
-    for same_options in members_by_options.values():
-        ranked = sorted(
-            (member for member in same_options if not member.problem),
+    for equal_members in members_by_options.values():
+        ranked_members = sorted(
+            (member for member in equal_members if not member.problem),
             key=lambda member: member.loss or 0.0,
         )
-        if ranked:
-            groups.append(Group(members=ranked, num_seeds=len(same_options)))
+        if ranked_members:
+            groups.append(Group(members=ranked_members, num_seeds=len(equal_members)))
     return sorted(groups, key=lambda group: group.mean_loss)
 
 
-def _validation_remark(differing: Sequence[str], options: Iterable[Mapping[str, Any]]) -> str:
-    """Return a sentence if the runs may have been evaluated on different tokens."""
-    names = [name for name in _VALIDATION_OPTIONS if name in differing]
-    if "train_file" in differing and not all(run.get("validation_file") for run in options):
+def _describe_validation_change(
+    differing_names: Sequence[str], options_of_runs: Iterable[Mapping[str, Any]]
+) -> str:
+    """Return a sentence if the runs may have been evaluated on different tokens; else ""."""
+    names = [name for name in _VALIDATION_OPTIONS if name in differing_names]
+    if "train_file" in differing_names and not all(
+        options.get("validation_file") for options in options_of_runs
+    ):
         names.append("train_file")
     if not names:
         return ""
@@ -231,7 +246,7 @@ def _validation_remark(differing: Sequence[str], options: Iterable[Mapping[str, 
     )
 
 
-def option_texts(values: Sequence[Any]) -> list[str]:
+def format_options(values: Sequence[Any]) -> list[str]:
     """Return the values of an option as text: of paths, the last parts that tell them apart."""
     # A rate such as 0.1 * 3e-4 has 17 digits.
     rounded = [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
@@ -250,31 +265,44 @@ def ranking_table(ranking: Ranking) -> tuple[list[str], list[RankingRow]]:
     members = [*ranking.members, *ranking.unranked]
     sizes = {member.num_parameters for member in members}
     columns = [*_MEASURED_COLUMNS, *(["Parameters"] if len(sizes) > 1 else []), *ranking.options]
-    text_by_member: dict[int, dict[str, str]] = {member.run: {} for member in members}
-    for name in ranking.options:
-        texts = option_texts([member.options[name] for member in members])
-        for member, text in zip(members, texts, strict=True):
-            text_by_member[member.run][name] = text
-    cells = {member.run: _make_cells(member) | text_by_member[member.run] for member in members}
-
+    cells_by_run = _make_cells_by_run(members, ranking.options)
     rows = []
     for rank, group in enumerate(ranking.groups, 1):
-        member_cells = [cells[member.run] for member in group.members]
-        if group.num_seeds == 1:
-            (member,) = group.members
-            rows.append(RankingRow(str(rank), member.run, member.name, "", member_cells[0]))
-            continue
-        rows.append(RankingRow(str(rank), None, _group_label(group), "", _join_cells(group, cells)))
-        for member in group.members:
-            distinct_cells = {
-                name: cells[member.run].get(name, "") for name in (*_MEASURED_COLUMNS, "seed")
-            }
-            rows.append(RankingRow("", member.run, member.name, "", distinct_cells))
+        rows += _make_group_rows(rank, group, cells_by_run)
     rows += [
-        RankingRow("", member.run, member.name, member.problem, cells[member.run])
+        RankingRow("", member.run, member.name, member.problem, cells_by_run[member.run])
         for member in ranking.unranked
     ]
     return columns, rows
+
+
+def _make_group_rows(
+    rank: int, group: Group, cells_by_run: Mapping[int, dict[str, str]]
+) -> list[RankingRow]:
+    """Return the row of a group, and for a group of several seeds the rows of its runs."""
+    if group.num_seeds == 1:
+        (member,) = group.members
+        return [RankingRow(str(rank), member.run, member.name, "", cells_by_run[member.run])]
+    group_cells = _join_cells(group, cells_by_run)
+    rows = [RankingRow(str(rank), None, _group_label(group), "", group_cells)]
+    for member in group.members:
+        distinct_cells = {
+            name: cells_by_run[member.run].get(name, "") for name in (*_MEASURED_COLUMNS, "seed")
+        }
+        rows.append(RankingRow("", member.run, member.name, "", distinct_cells))
+    return rows
+
+
+def _make_cells_by_run(
+    members: Sequence[Member], option_names: Sequence[str]
+) -> dict[int, dict[str, str]]:
+    """Return the cells of each run by column."""
+    cells_by_run = {member.run: _make_cells(member) for member in members}
+    for name in option_names:
+        texts = format_options([member.options[name] for member in members])
+        for member, text in zip(members, texts, strict=True):
+            cells_by_run[member.run][name] = text
+    return cells_by_run
 
 
 def _make_cells(member: Member) -> dict[str, str]:
@@ -293,32 +321,34 @@ def _group_label(group: Group) -> str:
     return f"mean of {num_ranked} runs"
 
 
-def _join_cells(group: Group, cells: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+def _join_cells(group: Group, cells_by_run: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     """Return the cells of a group: mean and deviation of the loss, and what its runs share."""
     loss = f"{group.mean_loss:.4f}"
     if len(group.members) > 1:
         loss += f" ± {statistics.stdev(group.losses):.4f}"
     members = sorted(group.members, key=lambda member: (member.step or 0, member.tokens or 0))
-    joined = dict(cells[members[0].run])
+    joined = dict(cells_by_run[members[0].run])
     for name in _MEASURED_COLUMNS[1:]:
-        texts = dict.fromkeys(cells[member.run][name] for member in (members[0], members[-1]))
+        texts = dict.fromkeys(
+            cells_by_run[member.run][name] for member in (members[0], members[-1])
+        )
         joined[name] = " to ".join(texts)
-    seeds = [cells[member.run].get("seed", "") for member in group.members]
+    seeds = [cells_by_run[member.run].get("seed", "") for member in group.members]
     return joined | {_MEASURED_COLUMNS[0]: loss, "seed": ", ".join(sorted(seeds, key=natural_key))}
 
 
 def ranking_text(ranking: Ranking) -> str:
     """Return the table as lines of text."""
     columns, rows = ranking_table(ranking)
-    lines = [["rank", "run", *columns]]
+    table = [["rank", "run", *columns]]
     for row in rows:
         label = f"{row.label} ({row.problem})" if row.problem else row.label
-        is_part = not row.rank and not row.problem
+        is_group_member = not row.rank and not row.problem
         cells = [row.cells.get(column, "").replace("±", "+-") for column in columns]
-        lines.append([row.rank or "-" * bool(row.problem), "  " * is_part + label, *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        table.append([row.rank or "-" * bool(row.problem), "  " * is_group_member + label, *cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in table
     ]
-    return "".join(f"{line}\n" for line in [*padded, *filter(None, [ranking.remark])])
+    return "".join(f"{line}\n" for line in [*lines, *filter(None, [ranking.remark])])

@@ -18,7 +18,7 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.runtime.world import ignore_ranks
-from llm.tools.report.runs import Run, X, member_folders, read_runs
+from llm.tools.report.runs import Run, XAxis, find_run_folders, read_runs
 
 if TYPE_CHECKING:
     from llm.tools.report.comparison import Comparison
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.runs:
         raise ConfigError("No run is named: give its folder, as in llm-trainers report runs/wiki.")
     folders = [Path(run) for run in options.runs]
-    runs, problems = read_runs([path for folder in folders for path in member_folders(folder)])
+    runs, problems = read_runs([path for folder in folders for path in find_run_folders(folder)])
     if not runs:
         raise ConfigError(" ".join(problems))
     from llm.tools.report.comparison import compare_runs  # loads numpy
@@ -95,7 +95,7 @@ def write_report(
     """
     output = Path(options.output or _default_output(Path(options.runs[0]), runs))
     _check_replaceable_page(output)
-    x: X = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
+    x: XAxis = {"steps": "step", "tokens": "tokens", "time": "seconds"}[options.x]  # type: ignore[assignment]
     try:
         # Imported here so that --help and a wrong folder do not need the extra's packages.
         from llm.tools.report.images import write_images

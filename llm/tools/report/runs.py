@@ -17,7 +17,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.errors import ConfigError, one_line
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import counted
-from llm.tools.report.events import Event, logged_events, planned_events
+from llm.tools.report.events import Event, list_logged_events, list_planned_events
 from llm.tools.report.run_files import (
     Row,
     is_count,
@@ -32,8 +32,8 @@ from llm.tools.report.run_files import (
 if TYPE_CHECKING:
     from llm.tools.report.expert_loads import ExpertLoads
 
-X = Literal["step", "tokens", "seconds"]
-X_KEYS: tuple[X, ...] = ("step", "tokens", "seconds")
+XAxis = Literal["step", "tokens", "seconds"]
+X_AXES: tuple[XAxis, ...] = ("step", "tokens", "seconds")
 
 _RUN_FILES = ("config.toml", "status.json", "metrics.jsonl")
 
@@ -93,11 +93,11 @@ class Run:
         values = (row.get(key, math.nan) for row in reversed(self.rows))
         return next(filter(math.isfinite, values), None)
 
-    def position_at(self, step: float) -> dict[X, float]:
+    def position_at(self, step: float) -> dict[XAxis, float]:
         """Return the position of a step on each x axis: steps, tokens and seconds of training."""
         rows = [*self.inherited_rows, *self.rows]
         steps = [row["step"] for row in rows]
-        return {x: _interpolate_at(steps, [row[x] for row in rows], step) for x in X_KEYS}
+        return {x: _interpolate_at(steps, [row[x] for row in rows], step) for x in X_AXES}
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -110,25 +110,28 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
         ConfigError: A folder is named twice.
     """
     paths = list(paths)
-    real_paths = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
-    for path, real_path in zip(paths, real_paths, strict=True):
-        if real_paths.count(real_path) > 1:
-            raise ConfigError(f"The run {path} is named twice; name every run once.")
-    names = [real_path.name for real_path in real_paths]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
     runs, problems = [], []
-    for path, name in zip(paths, names, strict=True):
+    for path, name in zip(paths, _name_runs(paths), strict=True):
         try:
             runs.append(_read_run(path, to_utf8(name)))
         except ConfigError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{error.filename or path} cannot be read: {one_line(error)}.")
-    return [_with_inherited_rows(run, runs) for run in runs], problems
+    return [_inherit_rows(run, runs) for run in runs], problems
 
 
-def member_folders(folder: Path) -> list[Path]:
+def _name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return the names of runs: their folders, or the whole paths if names repeat."""
+    real_paths = [Path(os.path.realpath(path)) for path in paths]  # a link may point to itself
+    for path, real_path in zip(paths, real_paths, strict=True):
+        if real_paths.count(real_path) > 1:
+            raise ConfigError(f"The run {path} is named twice; name every run once.")
+    names = [real_path.name for real_path in real_paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def find_run_folders(folder: Path) -> list[Path]:
     """Return the runs in a folder of runs, such as a sweep's, in the order of their names.
 
     Returns:
@@ -179,22 +182,26 @@ def _read_run(path: Path, name: str) -> Run:
     Raises:
         ConfigError: The folder is neither.
     """
-    from llm.tools.report.expert_loads import expert_loads  # here, since --help loads no library
-
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
-    if not any((path / file).is_file() for file in _RUN_FILES):
-        origin = _mean_origin(read_table(path / MEAN_FILE, json.loads) or {})
-        if origin is not None:
-            return _read_mean(path, name, origin)
-        raise ConfigError(f"{path} holds no run: none of {', '.join(_RUN_FILES)} is in it.")
+    if any((path / file).is_file() for file in _RUN_FILES):
+        return _read_run_files(path, name)
+    origin = _find_mean_origin(read_table(path / MEAN_FILE, json.loads) or {})
+    if origin is not None:
+        return _read_mean(path, name, origin)
+    raise ConfigError(f"{path} holds no run: none of {', '.join(_RUN_FILES)} is in it.")
+
+
+def _read_run_files(path: Path, name: str) -> Run:
+    """Read the files of a run folder; a missing or unreadable file leaves its part empty."""
+    from llm.tools.report.expert_loads import collect_expert_loads  # loads numpy
+
     folder = RunFolder(path)
     rows, num_unread = read_metrics(folder.metrics)
     for key in ("tokens", "seconds"):
         _interpolate_missing(rows, key)
     event_lines = read_events(folder.events)
     starts: list[dict[str, Any]] = [line for line in event_lines if line["event"] == "start"]
-
     config = read_table(path / "config.toml", tomllib.loads)
     status = read_table(path / "status.json", json.loads)
     tables = {"config.toml": config, "status.json": status}
@@ -210,9 +217,9 @@ def _read_run(path: Path, name: str) -> Run:
         status=status or {},
         events=[],
         start=starts[-1] if starts else {},
-        origin=_branch_origin(config or {}),
+        origin=_find_branch_origin(config or {}),
         goodput=read_goodput(folder.goodput),
-        expert_loads=expert_loads([*filter(None, read_json_lines(folder.events))]),
+        expert_loads=collect_expert_loads([*filter(None, read_json_lines(folder.events))]),
     )
     return dataclasses.replace(run, events=_collect_events(run, event_lines))
 
@@ -224,20 +231,20 @@ def _collect_events(run: Run, lines: list[dict[str, Any]]) -> list[Event]:
         for checkpoint in list_checkpoints(RunFolder(run.path).checkpoints)
         if is_count(checkpoint.step)
     ]
-    events = logged_events(lines, saved_steps={checkpoint.step for checkpoint in checkpoints})
+    events = list_logged_events(lines, saved_steps={checkpoint.step for checkpoint in checkpoints})
     if (best := best_evaluation(run.rows)) is not None:
         text = f"lowest validation loss, {best.loss:.4f}"
         events.append(Event(kind="best", step=best.step, text=text))
-    return events + planned_events(
+    return events + list_planned_events(
         run.config,
         run.start,
         first_step=run.origin.steps[0] if run.origin else 0,
         last_step=run.rows[-1]["step"] if run.rows else 0,
-        cooldown_from=_cooldown_start(run, checkpoints),
+        cooldown_from=_find_cooldown_start(run, checkpoints),
     )
 
 
-def _cooldown_start(run: Run, checkpoints: Sequence[Checkpoint]) -> int | None:
+def _find_cooldown_start(run: Run, checkpoints: Sequence[Checkpoint]) -> int | None:
     """Return the steps done before the cooldown of a branch; None if it has none."""
     if run.origin is None or not is_count(run.config.get("cooldown_tokens")):
         return None
@@ -247,7 +254,7 @@ def _cooldown_start(run: Run, checkpoints: Sequence[Checkpoint]) -> int | None:
     return step if is_count(step) else None
 
 
-def _mean_origin(record: dict[str, Any]) -> Origin | None:
+def _find_mean_origin(record: dict[str, Any]) -> Origin | None:
     """Return the run and the steps that a mean was made of; None if the record names none."""
     run, steps = record.get("run"), record.get("steps")
     if not isinstance(run, str) or not isinstance(steps, list) or not steps:
@@ -258,7 +265,7 @@ def _mean_origin(record: dict[str, Any]) -> Origin | None:
 
 
 def _read_mean(path: Path, name: str, origin: Origin) -> Run:
-    """Return a folder that `checkpoints average` has written, and `--eval_only` evaluated."""
+    """Read the folder of a mean that `checkpoints average` has written, with its evaluation."""
     values = {
         key if key.startswith("task_") else f"eval_{key}": value
         for key, value in read_numbers(path / "eval_results.json").items()
@@ -279,20 +286,18 @@ def _read_mean(path: Path, name: str, origin: Origin) -> Run:
     )
 
 
-def _with_inherited_rows(run: Run, runs: list[Run]) -> Run:
+def _inherit_rows(run: Run, runs: list[Run]) -> Run:
     """Return a run with the rows of its origin, taken from the other runs of the report."""
-    inherited_rows = _inherited_rows(run, runs)
+    inherited_rows = _collect_inherited_rows(run, runs)
     if not inherited_rows:
         return run
     steps = [row["step"] for row in inherited_rows]
-    rows = []
-    for row in run.rows:
-        filled_row = dict(row)
-        for x in ("tokens", "seconds"):
-            if math.isnan(row[x]):
-                values = [inherited_row[x] for inherited_row in inherited_rows]
-                filled_row[x] = _interpolate_at(steps, values, row["step"])
-        rows.append(filled_row)
+    rows = [dict(row) for row in run.rows]
+    for key in ("tokens", "seconds"):
+        values = [row[key] for row in inherited_rows]
+        for row in rows:
+            if math.isnan(row[key]):
+                row[key] = _interpolate_at(steps, values, row["step"])
     return dataclasses.replace(run, rows=rows, inherited_rows=inherited_rows)
 
 
@@ -307,16 +312,18 @@ def find_parent(run: Run, runs: Sequence[Run]) -> Run | None:
     return None if parent is run else parent
 
 
-def _inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
+def _collect_inherited_rows(run: Run, runs: list[Run]) -> list[Row]:
     """Return the rows of the ancestors of a run, up to the steps where it branched off."""
     parent = find_parent(run, runs)
     if run.origin is None or parent is None:
         return []
     step = run.origin.steps[-1]
-    return [row for row in (*_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step]
+    return [
+        row for row in (*_collect_inherited_rows(parent, runs), *parent.rows) if row["step"] <= step
+    ]
 
 
-def _branch_origin(config: dict[str, Any]) -> Origin | None:
+def _find_branch_origin(config: dict[str, Any]) -> Origin | None:
     """Return the run and the step that a branch started from; None for another run."""
     checkpoint = config.get("branch_from")
     if not isinstance(checkpoint, str):

@@ -67,7 +67,7 @@ class ScalingLaw:
         return losses
 
 
-def fit_problem(num_parameters: Array, num_tokens: Array) -> str | None:
+def describe_fit_problem(num_parameters: Array, num_tokens: Array) -> str | None:
     """Return why runs do not suffice for a fit, as the end of a sentence; None if they do.
 
     Args:
@@ -106,41 +106,62 @@ def fit_scaling_law(num_parameters: Array, num_tokens: Array, losses: Array) -> 
     log_sizes, log_tokens, log_losses = np.log(num_parameters), np.log(num_tokens), np.log(losses)
     # Centered, the factors and the exponents hardly depend on each other: a fit takes 30 steps.
     size_center, token_center = log_sizes.mean(), log_tokens.mean()
-    data = (log_sizes - size_center, log_tokens - token_center, log_losses)
+    data = log_sizes - size_center, log_tokens - token_center, log_losses
     equal_weights = np.ones_like(losses)
-    solutions = [
-        _minimize_objective(start, data, equal_weights) for start in _grid_of_starts(*data)
-    ]
+    solutions = [_minimize_objective(start, data, equal_weights) for start in _choose_starts(*data)]
     best, _ = min(solutions, key=lambda solution: solution[1])
-
-    generator = np.random.default_rng(0)
-    num_runs = len(losses)
-    resampled = []
-    for _ in range(NUM_RESAMPLES):
-        indices = generator.integers(num_runs, size=num_runs)
-        weights = np.bincount(indices, minlength=num_runs).astype(np.float64)
-        resampled.append(_minimize_objective(best, data, weights)[0])
 
     compute = float((6 * num_parameters * num_tokens).max())
     centers = (size_center, token_center)
-    values = _law_constants(best[None], centers, compute)
-    samples = _law_constants(np.array(resampled), centers, compute)
-    tail = 100 * (1 - COVERAGE) / 2
-    estimates = {}
-    for name in values:
-        low, high = np.percentile(samples[name], [tail, 100 - tail])
-        estimates[name] = Estimate(float(values[name][0]), float(low), float(high))
-    residuals = _log_terms(best, data[0], data[1])
-    deviation = np.logaddexp.reduce(residuals, axis=0) - log_losses
+    estimates = _make_estimates(
+        _compute_constants(best[None], centers, compute),
+        _compute_constants(_fit_resamples(best, data), centers, compute),
+    )
+    residuals = np.logaddexp.reduce(_log_terms(best, data[0], data[1]), axis=0) - log_losses
     return ScalingLaw(
         estimates=estimates,
         compute=compute,
-        num_points=num_runs,
-        deviation=float(np.sqrt(np.mean(deviation**2))),
+        num_points=len(losses),
+        deviation=float(np.sqrt(np.mean(residuals**2))),
     )
 
 
-def _law_constants(
+def _fit_resamples(start: Array, data: tuple[Array, Array, Array]) -> Array:
+    """Return the solutions for samples of the runs with replacement, [NUM_RESAMPLES, 5].
+
+    Args:
+        start: The solution for all runs, from which each fit begins.
+        data: As for `_fit_objective`.
+    """
+    num_runs = len(data[0])
+    generator = np.random.default_rng(0)
+    solutions = []
+    for _ in range(NUM_RESAMPLES):
+        indices = generator.integers(num_runs, size=num_runs)
+        weights = np.bincount(indices, minlength=num_runs).astype(np.float64)
+        solution, _ = _minimize_objective(start, data, weights)
+        solutions.append(solution)
+    return np.array(solutions)
+
+
+def _make_estimates(
+    values: dict[str, Array], resampled_values: dict[str, Array]
+) -> dict[str, Estimate]:
+    """Return the fitted constants with percentile intervals of `COVERAGE`.
+
+    Args:
+        values: The fit of all runs: each constant by name, [1].
+        resampled_values: The fits of the samples, [NUM_RESAMPLES].
+    """
+    tail = 100 * (1 - COVERAGE) / 2
+    estimates = {}
+    for name, value in values.items():
+        low, high = np.percentile(resampled_values[name], [tail, 100 - tail])
+        estimates[name] = Estimate(float(value[0]), float(low), float(high))
+    return estimates
+
+
+def _compute_constants(
     solutions: Array, centers: tuple[float, float], compute: float
 ) -> dict[str, Array]:
     """Return the constants of solutions [solutions, 5], by name; see `_log_terms`."""
@@ -187,7 +208,13 @@ def _log_terms(solution: Array, log_sizes: Array, log_tokens: Array) -> Array:
 def _fit_objective(
     solution: Array, data: tuple[Array, Array, Array], weights: Array
 ) -> tuple[float, Array]:
-    """Return the weighted Huber loss of the residuals of log L, and its gradient."""
+    """Return the weighted Huber loss of the residuals of log L, and its gradient.
+
+    Args:
+        solution: As for `_log_terms`.
+        data: Centered logarithms of N and D, and logarithms of L, each [runs].
+        weights: Weight of each run.
+    """
     log_sizes, log_tokens, log_losses = data
     log_terms = _log_terms(solution, log_sizes, log_tokens)
     predicted = np.logaddexp.reduce(log_terms, axis=0)
@@ -197,9 +224,9 @@ def _fit_objective(
     huber = np.where(magnitudes <= 1, residuals**2 / 2, magnitudes - 0.5)
     slopes = shares * weights * np.clip(residuals, -1, 1) / _HUBER_THRESHOLD
     exponents = _exponents_from_logits(solution[3:])
-    by_exponent = -np.array([slopes[0] @ log_sizes, slopes[1] @ log_tokens])
-    by_logit = by_exponent * exponents * (1 - exponents / _MAX_EXPONENT)
-    return float(weights @ huber), np.concatenate([slopes.sum(axis=1), by_logit])
+    exponent_gradient = -np.array([slopes[0] @ log_sizes, slopes[1] @ log_tokens])
+    logit_gradient = exponent_gradient * exponents * (1 - exponents / _MAX_EXPONENT)
+    return float(weights @ huber), np.concatenate([slopes.sum(axis=1), logit_gradient])
 
 
 def _minimize_objective(
@@ -216,7 +243,7 @@ def _minimize_objective(
     return result.x, float(result.fun)
 
 
-def _grid_of_starts(log_sizes: Array, log_tokens: Array, log_losses: Array) -> list[Array]:
+def _choose_starts(log_sizes: Array, log_tokens: Array, log_losses: Array) -> list[Array]:
     """Return the starts of the grid with the smallest relative squared errors."""
     losses = np.exp(log_losses)
     starts = []

@@ -55,16 +55,16 @@ def make_scaling_section(ranking: Ranking) -> ScalingSection | None:
     """
     groups_by_pair: dict[Pair, list[Group]] = {}
     for group in ranking.groups:  # by rising loss
-        pair = _pair_of(group)
+        pair = _find_pair(group)
         if pair is not None:
             groups_by_pair.setdefault(pair, []).append(group)
     if len(groups_by_pair) < 2:
         return None
     section = _fit_section({pair: groups[0] for pair, groups in groups_by_pair.items()})
-    return dataclasses.replace(section, best_rates=_best_rates(groups_by_pair))
+    return dataclasses.replace(section, best_rates=_make_rate_rows(groups_by_pair))
 
 
-def _pair_of(group: Group) -> Pair | None:
+def _find_pair(group: Group) -> Pair | None:
     """Return size and tokens of a group; None if they are unknown, or its runs differ in them."""
     pairs = {(member.num_parameters, member.tokens) for member in group.members}
     size, tokens = min(pairs, key=repr)
@@ -74,12 +74,7 @@ def _pair_of(group: Group) -> Pair | None:
 def _fit_section(group_by_pair: dict[Pair, Group]) -> ScalingSection:
     """Return the section with the fit, or with the reason why there is none."""
     try:
-        from llm.tools.report.scaling_law import (
-            COVERAGE,
-            NUM_RESAMPLES,
-            fit_problem,
-            fit_scaling_law,
-        )
+        from llm.tools.report.scaling_law import describe_fit_problem, fit_scaling_law
     except ImportError:
         install = shell_line([sys.executable, "-m", "pip", "install", "scipy"])
         return ScalingSection(
@@ -94,57 +89,72 @@ def _fit_section(group_by_pair: dict[Pair, Group]) -> ScalingSection:
     sizes = np.array([size for size, _, _ in runs], dtype=np.float64)
     tokens = np.array([tokens for _, tokens, _ in runs])
     losses = np.array([member.loss for *_, member in runs])
-    problem = fit_problem(sizes, tokens)
+    problem = describe_fit_problem(sizes, tokens)
     if problem is not None:
         return ScalingSection(refusal=f"{_LAW} is not fitted: {problem}")
     law = fit_scaling_law(sizes, tokens, losses)
-    flat_names = _flat_names(law, sizes, tokens, mean_loss=losses.mean())
-    if flat_names:
+    quantities = _find_quantities_without_effect(law, sizes, tokens, mean_loss=losses.mean())
+    if quantities:
         return ScalingSection(
-            refusal=f"{_LAW} is not fitted: with the {' and the '.join(flat_names)}, the fitted "
+            refusal=f"{_LAW} is not fitted: with the {' and the '.join(quantities)}, the fitted "
             "loss does not fall by more than the residuals."
         )
-
-    constants = []
-    for name in ("E", "A", "B", "alpha", "beta", "a", "b"):
-        value, low, high = map(_constant_text, law.estimates[name])
-        constants.append((name, value, f"{low} to {high}"))
-    ratio, low, high = (f"{number:.3g}" for number in law.estimates["tokens_per_parameter"])
-    percent = f"{COVERAGE:.0%}"
     return ScalingSection(
-        constants=constants,
-        remarks=[
-            f"{_LAW}, fitted to {law.num_points} runs of {len(group_by_pair)} pairs of N and D, "
-            "the best options of each pair; the root mean square of the residuals is "
-            f"{law.deviation:.2%}. N counts all parameters (of a mixture of experts, the active "
-            "ones), and D the tokens seen.",
-            f"The best size for a compute of C = 6 N D grows as C^a, and the tokens as C^b. At the "
-            f"largest compute of these runs, {law.compute:.3g} FLOPs, the best ratio is {ratio} "
-            f"tokens per parameter ({low} to {high}).",
-            f"Intervals of {percent} by bootstrap over {NUM_RESAMPLES:,} samples of the runs. They "
-            "do not tell whether the law holds beyond these sizes and lengths.",
-            "Method: Hoffmann et al. (2022, arXiv 2203.15556), approach 3, as corrected by "
-            "Besiroglu et al. (2024, arXiv 2404.10102).",
-        ],
+        constants=_format_constants(law),
+        remarks=_describe_fit(law, num_pairs=len(group_by_pair)),
         panel=_make_panel(law, group_by_pair),
     )
 
 
-def _flat_names(
+def _find_quantities_without_effect(
     law: "ScalingLaw", sizes: "Array", tokens: "Array", *, mean_loss: float
 ) -> list[str]:
-    """Return what the loss hardly depends on; its exponent and the best ratio have no meaning."""
-    size_ends = [law.predict(size, tokens[:1]) for size in (sizes.min(), sizes.max())]
-    token_ends = law.predict(sizes[0], np.array([tokens.min(), tokens.max()]))
+    """Return whether the loss hardly depends on the size or the tokens, as a list of their names.
+
+    The exponent of such a quantity and the best ratio have no meaning.
+    """
+    loss_of_smallest, loss_of_largest = (
+        law.predict(size, tokens[:1]) for size in (sizes.min(), sizes.max())
+    )
+    loss_of_fewest, loss_of_most = law.predict(sizes[0], np.array([tokens.min(), tokens.max()]))
     falls = {
-        "size": float(size_ends[0][0] - size_ends[1][0]),
-        "number of tokens": float(token_ends[0] - token_ends[1]),
+        "size": float(loss_of_smallest[0] - loss_of_largest[0]),
+        "number of tokens": float(loss_of_fewest - loss_of_most),
     }
     min_fall = max(law.deviation, _MIN_FALL) * mean_loss
     return [name for name, fall in falls.items() if fall < min_fall]
 
 
-def _constant_text(value: float) -> str:
+def _format_constants(law: "ScalingLaw") -> list[tuple[str, str, str]]:
+    """Return the name, value and interval of each fitted constant."""
+    rows = []
+    for name in ("E", "A", "B", "alpha", "beta", "a", "b"):
+        value, low, high = map(_format_constant, law.estimates[name])
+        rows.append((name, value, f"{low} to {high}"))
+    return rows
+
+
+def _describe_fit(law: "ScalingLaw", *, num_pairs: int) -> list[str]:
+    """Return the remarks on a fit to runs of several pairs of size and tokens."""
+    from llm.tools.report.scaling_law import COVERAGE, NUM_RESAMPLES
+
+    ratio, low, high = (f"{number:.3g}" for number in law.estimates["tokens_per_parameter"])
+    return [
+        f"{_LAW}, fitted to {law.num_points} runs of {num_pairs} pairs of N and D, "
+        "the best options of each pair; the root mean square of the residuals is "
+        f"{law.deviation:.2%}. N counts all parameters (of a mixture of experts, the active "
+        "ones), and D the tokens seen.",
+        f"The best size for a compute of C = 6 N D grows as C^a, and the tokens as C^b. At the "
+        f"largest compute of these runs, {law.compute:.3g} FLOPs, the best ratio is {ratio} "
+        f"tokens per parameter ({low} to {high}).",
+        f"Intervals of {COVERAGE:.0%} by bootstrap over {NUM_RESAMPLES:,} samples of the runs. "
+        "They do not tell whether the law holds beyond these sizes and lengths.",
+        "Method: Hoffmann et al. (2022, arXiv 2203.15556), approach 3, as corrected by "
+        "Besiroglu et al. (2024, arXiv 2404.10102).",
+    ]
+
+
+def _format_constant(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= value < 1e6 else f"{value:.4g}"
 
 
@@ -175,7 +185,7 @@ def _make_panel(law: "ScalingLaw", group_by_pair: Mapping[Pair, Group]) -> LossP
     )
 
 
-def _best_rates(
+def _make_rate_rows(
     groups_by_pair: Mapping[Pair, Sequence[Group]],
 ) -> list[tuple[str, str, str, str, str]]:
     """Return a row for each size and length with several learning rates; see `ScalingSection`."""
@@ -186,12 +196,12 @@ def _best_rates(
         best_rate = rates[0]
         if len(tried_rates) < 2 or best_rate not in tried_rates:
             continue
-        text = f"{best_rate:g}"
+        best_text = f"{best_rate:g}"
         if best_rate in (tried_rates[0], tried_rates[-1]):
-            text += ", at the edge"
-        tried = ", ".join(f"{rate:g}" for rate in tried_rates)
+            best_text += ", at the edge"
+        tried_text = ", ".join(f"{rate:g}" for rate in tried_rates)
         loss = f"{groups[0].mean_loss:.4f}"
-        rows.append((format_count(size), format_count(tokens), text, loss, tried))
+        rows.append((format_count(size), format_count(tokens), best_text, loss, tried_text))
     return rows
 
 
