@@ -183,11 +183,15 @@ def test_a_stopped_benchmark_has_written_its_rows_and_continues(h100, tmp_path, 
     assert "Not measured yet: 124M 1024 llm, fp16, 124M 1024 llm, TF32" in text
     assert "HF Trainer failed: no kernel" in text
 
-    ran = measured(monkeypatch, *arguments, results=[TIMED, TIMED, TIMED, TIMED])
-    failed, *missing = ran
+    ran = measured(monkeypatch, *arguments, results=[TIMED] * 5)
+    failed, fp16, tf32, *bf16 = ran
     assert "benchmarks.peers.hf_trainer" in failed
-    assert ["--mixed_precision fp16" in command for command in missing] == [True, False, False]
-    assert ["--mixed_precision no" in command for command in missing] == [False, True, False]
+    assert "--mixed_precision fp16" in fp16
+    assert "--mixed_precision no" in tf32
+    assert [command.split("--torch_compile ")[1] for command in bf16] == [
+        "--fused_kernels all",
+        "--fp8_head",
+    ]
     assert "Not measured yet" not in report.read_text()
 
 
@@ -283,7 +287,8 @@ def test_neither_nanogpt_nor_kfac_trains_a_mixture_of_experts():
     programs = {row.program for row in rows}
     assert programs == {
         *("llm", "plain loop", "HF Trainer"),
-        *("llm, not compiled", "llm, fp16", "llm, TF32", "llm, fp8 head"),
+        *("llm, not compiled", "llm, fp16", "llm, TF32"),
+        *("llm, all fused kernels", "llm, fp8 head"),
     }
 
 
