@@ -317,11 +317,7 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
     site = site.for_queue(queue)
     job = replace(_fill_in_site(options, site), queue=queue)
     _check_devices(job, site)
-    if job.launcher == "torchrun" and not site.has_torchrun:
-        raise ConfigError(
-            f"--launcher torchrun does not work with the settings of --site {job.site}, which need "
-            f"{site.launcher}; leave it out."
-        )
+    _check_launcher(job, site)
     _check_minutes(job, minutes)
     return job, site
 
@@ -362,6 +358,15 @@ def _check_devices(job: JobOptions, site: Site) -> None:
         raise ConfigError(
             f"--gpus_per_node {job.gpus_per_node} is more than the {site.gpus_per_node} devices of "
             f"a node in {job.queue} of --site {job.site}; choose a smaller number, or leave it out."
+        )
+
+
+def _check_launcher(job: JobOptions, site: Site) -> None:
+    """Refuse torchrun where the site's settings need another launcher."""
+    if job.launcher == "torchrun" and not site.has_torchrun:
+        raise ConfigError(
+            f"--launcher torchrun does not work with the settings of --site {job.site}, which need "
+            f"{site.launcher}; leave it out."
         )
 
 
