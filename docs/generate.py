@@ -302,7 +302,8 @@ def quickstart_page(page: str) -> str:
         for output in cell["outputs"]:
             data = output.get("data", {})
             if "text/html" in data:
-                blocks.append("".join(data["text/html"]))
+                # Markdown keeps the elements of a picture together in one block.
+                blocks.append(f"<div>{''.join(data['text/html'])}</div>")
             else:
                 text = "".join(output.get("text", data.get("text/plain", ""))).rstrip("\n")
                 blocks.append(f"```text\n{text}\n```")

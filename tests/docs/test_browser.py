@@ -50,6 +50,7 @@ async function look(name, address, width, scheme) {
     copies: page.querySelectorAll(".md-clipboard, .md-code__button").length,
     background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
     broken: [...page.querySelectorAll(".md-content img")].filter((i) => !i.naturalWidth).length,
+    strays: page.querySelectorAll(".md-content :is(polyline, circle):not(svg *)").length,
   };
   frame.remove();
 }
@@ -159,6 +160,9 @@ def test_no_page_scrolls_sideways_and_code_can_be_copied(site, tmp_path):
     assert found.keys() == {look[0] for look in looks}
     assert [name for name, seen in found.items() if seen["sideways"] > 0] == []
     assert [name for name, seen in found.items() if seen["broken"]] == []
+    assert [
+        name for name, seen in found.items() if seen["strays"]
+    ] == []  # lines of the notebook's plot
     assert [name for name, seen in found.items() if seen["blocks"] > seen["copies"]] == []
     colours = {seen["background"] for seen in found.values()}
     assert len(colours) == 2  # the light one and the dark one
