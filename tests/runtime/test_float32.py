@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.extensions.matrix_optim.eigenbases import (
     compute_eigenbasis,
-    power_iteration,
     rotate,
     rotate_back,
+    take_power_iteration,
 )
 from llm.models.attention import check_documents_apart
 from llm.parallel.context import check_context_parallel
@@ -50,7 +50,7 @@ def _tf32():
     [
         lambda: compute_eigenbasis(SQUARE),
         lambda: compute_eigenbasis(SQUARE * torch.nan, torch.eye(4)),
-        lambda: power_iteration(SQUARE, torch.eye(4)),
+        lambda: take_power_iteration(SQUARE, torch.eye(4)),
         lambda: rotate(SQUARE, [torch.eye(4)], [torch.eye(2), torch.eye(2)]),
         lambda: check_documents_apart(
             tiny_model(tiny_config("llama")), positions=True, attention=True

@@ -11,7 +11,7 @@ from llm.config.duration import Duration
 from llm.config.options import common_options, fields
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
-from llm.extensions.kfac.kfac_settings import kfac_method
+from llm.extensions.kfac.kfac_settings import choose_kfac_method
 from llm.trainers.gpt import run_defaults
 from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
@@ -116,7 +116,7 @@ def test_kfac_flags_are_read_with_dashes_as_the_guide_writes_them():
     ],
 )
 def test_kfac_is_ekfac_unless_an_option_asks_for_another_method(flags, method):
-    assert kfac_method(parse_args([*ENOUGH, *flags])) == method
+    assert choose_kfac_method(parse_args([*ENOUGH, *flags])) == method
 
 
 def test_flags_with_two_names_mean_the_same():

@@ -42,6 +42,13 @@ class CodeFile:
         if not self._path.exists():
             self._log(f"compiled code: none in {self._folder} yet")
             return
+        self._check_writers()
+        cache_info = torch.compiler.load_cache_artifacts(self._path.read_bytes())
+        num_graphs = 0 if cache_info is None else len(cache_info.artifacts.get("inductor", ()))
+        self._log(f"compiled code: {counted(num_graphs, 'graph')} from {self._folder}")
+
+    def _check_writers(self) -> None:
+        """Refuse to execute code that other users could have written."""
         for path in (self._folder, self._path):
             status = path.stat()
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -49,9 +56,6 @@ class CodeFile:
                     f"--compiled_code {self._folder} holds code to execute, and users other than "
                     f"you can write {path}; remove the folder, or change its owner and mode."
                 )
-        info = torch.compiler.load_cache_artifacts(self._path.read_bytes())
-        num_graphs = 0 if info is None else len(info.artifacts.get("inductor", ()))
-        self._log(f"compiled code: {counted(num_graphs, 'graph')} from {self._folder}")
 
     def save(self) -> None:
         """Replace the file by all code that this process has compiled or loaded.

@@ -86,7 +86,7 @@ class ClassRunOptimizer(RunOptimizer):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._param_by_name: dict[str, Tensor] = {names[p]: p for p in params}
         self._shapes = {names[p]: p.shape for p in params}
-        self._owners = {
+        self._owner_by_path = {
             f"{OPTIMIZER_TENSORS}{names[unit.weight]}": unit.owner for unit in optimizer.units
         }
 
@@ -97,7 +97,7 @@ class ClassRunOptimizer(RunOptimizer):
 
     def owner_of(self, path: str) -> int | None:
         """Return the rank that keeps the whole state of a parameter; None if all have theirs."""
-        return self._owners.get(path.rpartition("/")[0])
+        return self._owner_by_path.get(path.rpartition("/")[0])
 
     def prepare_load(self, list_saved_tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Allocate the state that a checkpoint has; the class makes it in its first step only.
@@ -111,18 +111,28 @@ class ClassRunOptimizer(RunOptimizer):
         for path, tensor in list_saved_tensors().items():
             name, _, key = path.removeprefix(OPTIMIZER_TENSORS).rpartition("/")
             param = self._param_by_name.get(name)
-            if param is None or not path.startswith(OPTIMIZER_TENSORS):
-                continue
-            is_shard = not self._owners and param.shape != self._shapes[name]
-            if is_shard and tensor.ndim:
-                if tensor.shape != self._shapes[name]:
-                    raise CheckpointError(
-                        f"The state {key} of {name} has another shape than the weight, so ranks "
-                        "cannot divide it; resume with --optimizer_input matrices."
-                    )
-                tensor = tensor.new_empty(param.shape)
-            state_by_param[param][key] = tensor
+            if param is not None and path.startswith(OPTIMIZER_TENSORS):
+                state_by_param[param][key] = self._make_local_state(name, key, tensor)
         self._class_optimizer.allocate_state(state_by_param)
+
+    def _make_local_state(self, name: str, key: str, saved_tensor: Tensor) -> Tensor:
+        """Return a tensor with the shape that a saved tensor has on this rank.
+
+        Args:
+            name: Name of the parameter.
+            key: Name of the tensor in its state.
+            saved_tensor: The whole tensor, on the meta device.
+        """
+        local_shape, full_shape = self._param_by_name[name].shape, self._shapes[name]
+        is_shard = not self._owner_by_path and local_shape != full_shape
+        if not is_shard or not saved_tensor.ndim:
+            return saved_tensor
+        if saved_tensor.shape != full_shape:
+            raise CheckpointError(
+                f"The state {key} of {name} has another shape than the weight, so ranks "
+                "cannot divide it; resume with --optimizer_input matrices."
+            )
+        return saved_tensor.new_empty(local_shape)
 
     def parts(self) -> dict[str, Any]:
         """Return the part with the name and the version of the class."""
@@ -173,14 +183,13 @@ class ClassFactory(OptimizerFactory):
 
     def make(self, model: nn.Module, mesh: DeviceMesh | None) -> RunOptimizer:
         """Return the optimizer of the weights that this rank has."""
-        has_owners = mesh is not None and self._takes_matrices
         optimizer = ClassOptimizer(
             self._class.make,
             parameter_groups(self._options, model),
             lr=self._options.learning_rate,
             reads_found_inf=self._traits.reads_found_inf,
             scalar_devices=self._traits.scalar_devices,
-            matrices=ShardedMatrices(mesh) if mesh is not None and has_owners else None,
+            matrices=ShardedMatrices(mesh) if mesh is not None and self._takes_matrices else None,
         )
         if any(p.is_meta for p in model.parameters()):
             self._allocate_meta_state(optimizer)
@@ -245,7 +254,24 @@ def make_class_factory(options: CustomOptimizerOptions, *, is_run: bool) -> Clas
     device = device_of(world_from_environment()) if is_run else torch.device("cpu")
     traits = try_class(optimizer_class, device)
     takes_matrices, reason = _choose_input(options, optimizer_class)
-    name, sizes = optimizer_class.name, sizes_above_one(options)
+    _check_traits(options, traits, takes_matrices=takes_matrices, reason=reason)
+    return ClassFactory(
+        options, optimizer_class, traits, takes_matrices=takes_matrices, reason=reason
+    )
+
+
+def _check_traits(
+    options: CustomOptimizerOptions, traits: Traits, *, takes_matrices: bool, reason: str
+) -> None:
+    """Refuse a class whose updates would depend on how ranks divide the weights.
+
+    Args:
+        options: The class, and the sizes of the layout.
+        traits: Its behavior in a trial.
+        takes_matrices: Whether it updates whole matrices.
+        reason: Why, for a message.
+    """
+    name, sizes = options.optimizer, sizes_above_one(options)
     if traits.is_random and (sizes or world_from_environment().world_size > 1):
         raise ConfigError(
             f"--optimizer {name} draws random numbers, which would differ between ranks; train on "
@@ -261,9 +287,6 @@ def make_class_factory(options: CustomOptimizerOptions, *, is_run: bool) -> Clas
             f"--optimizer {name} is not elementwise: it trains the halves of a matrix otherwise "
             f"than the matrix, and yet {reason}; use --optimizer_input matrices."
         )
-    return ClassFactory(
-        options, optimizer_class, traits, takes_matrices=takes_matrices, reason=reason
-    )
 
 
 def _choose_input(

@@ -13,7 +13,7 @@ from llm.extensions.matrix_optim.fused import Fusion
 from llm.extensions.matrix_optim.matrices import ShardedMatrices
 from llm.extensions.matrix_optim.matrix_owners import Unit
 
-NUMBER, GROUP = "number.", "group."
+NUMBER_PREFIX, GROUP_PREFIX = "number.", "group."
 """Prefixes of the names of numbers in a parameter's state: Python numbers of the state, and numbers
 of the parameter's group that have changed."""
 
@@ -29,7 +29,7 @@ class ClassOptimizer(torch.optim.Optimizer):
     has only tensors, because checkpoints keep them for any layout.
 
     Args:
-        make: Makes the inner optimizer.
+        make_optimizer: Makes the inner optimizer.
         groups: Parameter groups with their weight decay.
         lr: Learning rate.
         reads_found_inf: Whether the inner optimizer skips a step if its `found_inf` is 1.
@@ -59,7 +59,7 @@ class ClassOptimizer(torch.optim.Optimizer):
         self._inner_params: dict[Tensor, nn.Parameter] = {}
         self._group_indices: dict[Tensor, int] = {}
         self._initial_settings: list[dict[str, Any]] = []
-        self._numbers: dict[tuple[Tensor, str], Tensor] = {}
+        self._number_tensors: dict[tuple[Tensor, str], Tensor] = {}
         self._has_loaded_numbers = False
         super().__init__(groups, {"lr": lr})
         self._make_optimizer, self._reads_found_inf = make_optimizer, reads_found_inf
@@ -85,33 +85,28 @@ class ClassOptimizer(torch.optim.Optimizer):
         """Ignore another state: the inner optimizer has it."""
 
     def _state_tensors(self, p: Tensor, inner_param: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state of a parameter by key."""
+        """Yield the state of a parameter by key: tensors, and numbers as scalar tensors."""
         assert self._inner_optimizer is not None
         for key, value in self._inner_optimizer.state.get(inner_param, {}).items():
             if isinstance(value, Tensor):
                 yield key, value
             elif value is not None:
-                if not isinstance(key, str) or type(value) not in (bool, int, float):
-                    raise ConfigError(
-                        f"The optimizer keeps {key!r} in its state, a {type(value).__name__}, "
-                        "which checkpoints do not hold; let it keep tensors and numbers, by name."
-                    )
-                yield f"{NUMBER}{key}", self._number_tensor(p, f"{NUMBER}{key}", value)
+                _check_number(key, value)
+                number_key = f"{NUMBER_PREFIX}{key}"
+                yield number_key, self._hold_number(p, number_key, value)
         group_index = self._group_indices[inner_param]
-        group, initial_settings = (
-            self._inner_optimizer.param_groups[group_index],
-            self._initial_settings[group_index],
-        )
-        for key, initial_value in initial_settings.items():
-            if group[key] != initial_value or (p, f"{GROUP}{key}") in self._numbers:
-                yield f"{GROUP}{key}", self._number_tensor(p, f"{GROUP}{key}", group[key])
+        group = self._inner_optimizer.param_groups[group_index]
+        for key, initial_value in self._initial_settings[group_index].items():
+            number_key = f"{GROUP_PREFIX}{key}"
+            if group[key] != initial_value or (p, number_key) in self._number_tensors:
+                yield number_key, self._hold_number(p, number_key, group[key])
 
-    def _number_tensor(self, p: Tensor, key: str, value: float) -> Tensor:
-        """Return the tensor for a number; after a load it is newer than the number."""
-        tensor, dtype = self._numbers.get((p, key)), _dtype_of(value)
+    def _hold_number(self, p: Tensor, key: str, value: float) -> Tensor:
+        """Return the tensor that holds a number; after a load it keeps the loaded value."""
+        tensor, dtype = self._number_tensors.get((p, key)), _dtype_of(value)
         if tensor is not None and (self._has_loaded_numbers or tensor.dtype == dtype):
             return tensor if self._has_loaded_numbers else tensor.fill_(value)
-        tensor = self._numbers[p, key] = torch.tensor(value, dtype=dtype)
+        tensor = self._number_tensors[p, key] = torch.tensor(value, dtype=dtype)
         return tensor
 
     @torch.no_grad()
@@ -131,15 +126,19 @@ class ClassOptimizer(torch.optim.Optimizer):
             return
         if self._matrices is None:
             self._step_inner_optimizer()
-            return
+        else:
+            self._step_matrices(self._matrices)
+
+    def _step_matrices(self, matrices: ShardedMatrices) -> None:
+        """Update whole matrices at their owners, and send the new weights back."""
         units = [unit for unit in self.units if unit.weight.grad is not None]
-        gradients = self._matrices.gather_matrices(units, lambda unit: [_gradient(unit.weight)])
-        weights = self._matrices.gather_matrices(units, lambda unit: [unit.weight.detach()])
+        gradients = matrices.gather_matrices(units, lambda unit: [_gradient(unit.weight)])
+        weights = matrices.gather_matrices(units, lambda unit: [unit.weight.detach()])
         for unit in weights:
             matrix = self._inner_params[unit.weight]
             matrix.data, matrix.grad = weights[unit][0], gradients.pop(unit)[0]
         self._step_inner_optimizer()
-        for unit, (weight,) in self._matrices.scatter_matrices(units, weights):
+        for unit, (weight,) in matrices.scatter_matrices(units, weights):
             unit.weight.copy_(weight)
         self._free_matrices()
 
@@ -163,7 +162,7 @@ class ClassOptimizer(torch.optim.Optimizer):
     def _make_inner_optimizer(self) -> None:
         """Make the inner optimizer of the parameters, or of the matrices that this rank owns."""
         groups = self._make_inner_groups()
-        self._numbers, self._inner_optimizer = {}, None
+        self._number_tensors, self._inner_optimizer = {}, None
         if not groups:
             return  # other ranks own all matrices
         self._inner_optimizer = self._make_optimizer(groups, self.defaults["lr"])
@@ -215,10 +214,12 @@ class ClassOptimizer(torch.optim.Optimizer):
             inner_state: dict[str, Any] = {}
             for key, tensor in state_by_param.get(p, {}).items():
                 device = p.device if tensor.ndim else self._scalar_devices.get(key, p.device)
-                if key.startswith((NUMBER, GROUP)):
-                    self._numbers[p, key] = torch.zeros_like(tensor, device="cpu")
-                    if key.startswith(NUMBER):
-                        inner_state[key.removeprefix(NUMBER)] = self._numbers[p, key].item()
+                if key.startswith((NUMBER_PREFIX, GROUP_PREFIX)):
+                    self._number_tensors[p, key] = torch.zeros_like(tensor, device="cpu")
+                    if key.startswith(NUMBER_PREFIX):
+                        inner_state[key.removeprefix(NUMBER_PREFIX)] = self._number_tensors[
+                            p, key
+                        ].item()
                 else:
                     inner_state[key] = torch.zeros_like(tensor, device=device)
             if inner_state:
@@ -228,15 +229,24 @@ class ClassOptimizer(torch.optim.Optimizer):
     def _restore_numbers(self) -> None:
         """Give the inner optimizer the numbers that were read from a checkpoint."""
         self._has_loaded_numbers = False
-        for (p, key), tensor in self._numbers.items():
+        for (p, key), tensor in self._number_tensors.items():
             assert self._inner_optimizer is not None
             inner_param = self._inner_params[p]
-            if key.startswith(NUMBER):
+            if key.startswith(NUMBER_PREFIX):
                 state = self._inner_optimizer.state[inner_param]
-                state[key.removeprefix(NUMBER)] = tensor.item()
+                state[key.removeprefix(NUMBER_PREFIX)] = tensor.item()
             else:
                 group = self._inner_optimizer.param_groups[self._group_indices[inner_param]]
-                group[key.removeprefix(GROUP)] = tensor.item()
+                group[key.removeprefix(GROUP_PREFIX)] = tensor.item()
+
+
+def _check_number(key: object, value: object) -> None:
+    """Refuse a value in an optimizer's state that is no number, or has no name."""
+    if not isinstance(key, str) or type(value) not in (bool, int, float):
+        raise ConfigError(
+            f"The optimizer keeps {key!r} in its state, a {type(value).__name__}, "
+            "which checkpoints do not hold; let it keep tensors and numbers, by name."
+        )
 
 
 def _dtype_of(value: float) -> torch.dtype:

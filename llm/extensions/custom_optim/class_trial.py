@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from llm.errors import ConfigError, one_line
-from llm.extensions.custom_optim.class_optimizer import NUMBER, ClassOptimizer
+from llm.extensions.custom_optim.class_optimizer import NUMBER_PREFIX, ClassOptimizer
 from llm.extensions.custom_optim.import_class import OptimizerClass
 
 _STEPS = 3
 _LEARNING_RATE, _WEIGHT_DECAY = 0.1, 0.1
 
-_HALVES: tuple[Callable[[Tensor], tuple[Tensor, ...]], ...] = (
+_SPLITS_IN_HALVES: tuple[Callable[[Tensor], tuple[Tensor, ...]], ...] = (
     lambda matrix: matrix.split(matrix.shape[0] // 2, 0),
     lambda matrix: matrix.split(matrix.shape[1] // 2, 1),
 )
@@ -97,20 +97,15 @@ class _Trial:
         addresses = [p.data_ptr() for p in _params_of(optimizer)]
         _take_steps(optimizer, self._gradients)
         weights = _weights_of(optimizer)
-        if [p.data_ptr() for p in _params_of(optimizer)] != addresses:
-            raise ConfigError(
-                f"--optimizer {self._class.name} puts new tensors in the place of weights (p.data "
-                "= ...), which ranks that divide the weights do not see; let it change them in "
-                "place, as p.copy_(...) does."
-            )
+        self._check_addresses(optimizer, addresses)
         self._check_resume(weights)
         self._check_skipped_step(optimizer)
         matrix, _ = weights
         matrix_state = optimizer.state[optimizer.param_groups[0]["params"][0]]
         state_tensors = [tensor for tensor in matrix_state.values() if tensor.ndim]
-        is_elementwise = all(tensor.shape == matrix.shape for tensor in state_tensors)
-        for split in _HALVES if is_elementwise else ():
-            is_elementwise = is_elementwise and _are_close(self._train_halves(split), [matrix])
+        is_elementwise = all(tensor.shape == matrix.shape for tensor in state_tensors) and all(
+            _are_close(self._train_halves(split), [matrix]) for split in _SPLITS_IN_HALVES
+        )
         return Traits(
             reads_found_inf=self._reads_found_inf,
             is_elementwise=is_elementwise,
@@ -119,7 +114,7 @@ class _Trial:
             scalar_devices={
                 key: tensor.device
                 for key, tensor in matrix_state.items()
-                if tensor.ndim == 0 and not key.startswith(NUMBER)
+                if tensor.ndim == 0 and not key.startswith(NUMBER_PREFIX)
             },
             bytes_per_element=sum(tensor.nbytes for tensor in state_tensors) / matrix.numel(),
         )
@@ -163,6 +158,20 @@ class _Trial:
         ]
         dim = int(halves[0][0].shape[0] == self._weights[0].shape[0])
         return [torch.cat([half for (half,) in halves], dim)]
+
+    def _check_addresses(self, optimizer: ClassOptimizer, addresses: Sequence[int]) -> None:
+        """Refuse a class that replaces the memory of weights.
+
+        Args:
+            optimizer: An optimizer after some steps.
+            addresses: Addresses of its weights before them.
+        """
+        if [p.data_ptr() for p in _params_of(optimizer)] != addresses:
+            raise ConfigError(
+                f"--optimizer {self._class.name} puts new tensors in the place of weights (p.data "
+                "= ...), which ranks that divide the weights do not see; let it change them in "
+                "place, as p.copy_(...) does."
+            )
 
     def _check_resume(self, expected_weights: Sequence[Tensor]) -> None:
         """Refuse a class that needs more than its state to continue.

@@ -69,28 +69,11 @@ def import_optimizer(options: CustomOptimizerOptions) -> OptimizerClass:
 def _import_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the class with a name of the form `package.module:Class`.
 
-    A module that is not installed is also looked for in the current folder.
-
     Raises:
         ConfigError: The module or the class does not exist, or the class is not an optimizer.
     """
     module_name, _, class_name = name.partition(":")
-    package = module_name.partition(".")[0]
-    # A module that is imported already may have no spec, such as __main__, and find_spec raises.
-    if package not in sys.modules and importlib.util.find_spec(package) is None:
-        if not any(Path(package).with_suffix(suffix).exists() for suffix in ("", ".py")):
-            raise ConfigError(
-                f"--optimizer {name}: the module {package} is neither installed nor in "
-                f"{Path.cwd()}; install its package, or add its folder to PYTHONPATH."
-            )
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"--optimizer {name}: the module {module_name} cannot be imported "
-            f"({type(error).__name__}: {one_line(error)})."
-        ) from error
+    module = _import_module(name, module_name)
     try:
         cls = functools.reduce(getattr, class_name.split("."), module)
     except AttributeError:
@@ -102,6 +85,31 @@ def _import_class(name: str) -> type[torch.optim.Optimizer]:
             f"--optimizer {name}: {class_name} is not a subclass of torch.optim.Optimizer."
         )
     return cls
+
+
+def _import_module(name: str, module_name: str) -> object:
+    """Import the module of a class; one that is not installed may be in the current folder.
+
+    Args:
+        name: The class in messages.
+        module_name: The module.
+    """
+    package = module_name.partition(".")[0]
+    # A module that is imported already may have no spec, such as __main__, and find_spec raises.
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        if not any(Path(package).with_suffix(suffix).exists() for suffix in ("", ".py")):
+            raise ConfigError(
+                f"--optimizer {name}: the module {package} is neither installed nor in "
+                f"{Path.cwd()}; install its package, or add its folder to PYTHONPATH."
+            )
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"--optimizer {name}: the module {module_name} cannot be imported "
+            f"({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 def _check_signature(

@@ -54,15 +54,15 @@ class FlagReducer:
         self.wait_for_messages()
         if self._incoming_flags is not None and self._known_flags is not None:
             self._known_flags = torch.maximum(self._known_flags, self._incoming_flags)
-        flags_of_ranks = [False] * len(flags)
+        common_flags = [False] * len(flags)
         if self._round_index == self._num_rounds:
             if self._known_flags is not None:
-                flags_of_ranks = [value > 0 for value in self._known_flags.tolist()]
+                common_flags = [value > 0 for value in self._known_flags.tolist()]
             # A flag set during an exchange waits for the next one: all ranks must see it at the
             # same time.
             self._known_flags, self._next_flags, self._round_index = self._next_flags, None, 0
         self._start_round()
-        return flags_of_ranks
+        return common_flags
 
     def _start_round(self) -> None:
         """Send the known flags to the rank of this round, and receive from another."""

@@ -91,6 +91,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         )
 
     def _make_averager(self, weights: dict[str, Tensor]) -> GossipAverager | OuterOptimizer:
+        """Return what averages the weights of this rank, by name, with other replicas."""
         if isinstance(self._averaging_settings, DiLoCo):
             return OuterOptimizer(self._averaging_settings, weights, world_size=self.num_replicas)
         return GossipAverager(
@@ -102,6 +103,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
         )
 
     def _wrap_loss(self) -> nn.Module:
+        """Return the loss; DistributedDataParallel is only over the ranks of a replica."""
         wrapped_loss = super()._wrap_loss()
         if self._is_sharded or self._ranks_per_replica == 1:
             return wrapped_loss

@@ -16,6 +16,7 @@ from llm.trainers.gpt.seams import Extension
 
 if TYPE_CHECKING:
     from llm.checkpoint.format import Checkpoint
+    from llm.extensions.decentralized.modes import DiLoCo, Gossip
     from llm.extensions.decentralized.replicas import ReplicaLayout
     from llm.optim.run_optimizer import OptimizerFactory
     from llm.parallel.layout import Layout
@@ -112,22 +113,22 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
     def _find_size_problems(self) -> list[str]:
         """Return a sentence for each size that does not go with replicas."""
         options = self.options
-        mode, sizes = options.data_parallel, sizes_above_one(options)
+        mode, size_options = options.data_parallel, sizes_above_one(options)
         problems = []
-        if sizes and options.unsharded_gradients:
+        if size_options and options.unsharded_gradients:
             problems.append(
                 f"--unsharded_gradients does not go with --data_parallel {mode}; leave one of them "
                 "out."
             )
-        for size in sizes:
-            if size != "data_parallel_shard_size":
+        for name in size_options:
+            if name != "data_parallel_shard_size":
                 problems.append(
-                    f"--{size} divides one model over ranks, which --data_parallel {mode} does "
+                    f"--{name} divides one model over ranks, which --data_parallel {mode} does "
                     "not; leave one of them out."
                 )
             elif (mode, options.gossip_group) != ("gossip", "nodes"):
                 problems.append(
-                    f"--{size} goes together with --data_parallel gossip --gossip_group nodes, "
+                    f"--{name} goes together with --data_parallel gossip --gossip_group nodes, "
                     "where nodes average and each divides its model, not with --data_parallel "
                     f"{mode} of single ranks; leave one of them out."
                 )
@@ -166,27 +167,15 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         options = self.options
         if options.data_parallel == "allreduce" or options.eval_only:
             return None
-        from llm.extensions.decentralized.modes import DiLoCo, Gossip
         from llm.extensions.decentralized.replicas import ReplicaLayout
 
-        averaging: Gossip | DiLoCo
+        ranks_per_replica = 1
         if options.data_parallel == "gossip":
-            ranks_per_replica = self._ranks_per_replica(ranks, ranks_per_node)
-            num_replicas = ranks // ranks_per_replica
-            rounds = make_rounds(
-                options.topology,
-                num_ranks=num_replicas,
-                ranks_per_node=ranks_per_node // ranks_per_replica,
-            )
-            averaging = Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
-        else:
-            num_replicas, ranks_per_replica = ranks, 1
-            averaging = DiLoCo(
-                # With one replica the outer step averages nothing: it trains as without it.
-                inner_steps=options.inner_steps if num_replicas > 1 else sys.maxsize,
-                outer_learning_rate=options.outer_learning_rate,
-                outer_momentum=options.outer_momentum,
-            )
+            ranks_per_replica = self._choose_ranks_per_replica(ranks, ranks_per_node)
+        num_replicas = ranks // ranks_per_replica
+        averaging = self._make_averaging(
+            num_replicas, replicas_per_node=ranks_per_node // ranks_per_replica
+        )
         accum_steps = self._choose_accum_steps(num_replicas, start)
         return ReplicaLayout(
             num_replicas=num_replicas,
@@ -197,7 +186,29 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
             description=self._describe_replicas(num_replicas, ranks_per_replica, accum_steps),
         )
 
-    def _ranks_per_replica(self, ranks: int, ranks_per_node: int) -> int:
+    def _make_averaging(self, num_replicas: int, *, replicas_per_node: int) -> "Gossip | DiLoCo":
+        """Return how replicas are averaged.
+
+        Args:
+            num_replicas: Number of replicas.
+            replicas_per_node: Number of consecutive replicas on each node.
+        """
+        from llm.extensions.decentralized.modes import DiLoCo, Gossip
+
+        options = self.options
+        if options.data_parallel == "gossip":
+            rounds = make_rounds(
+                options.topology, num_ranks=num_replicas, ranks_per_node=replicas_per_node
+            )
+            return Gossip(rounds=rounds, overlap=options.gossip_order == "overlap")
+        return DiLoCo(
+            # With one replica the outer step averages nothing: it trains as without it.
+            inner_steps=options.inner_steps if num_replicas > 1 else sys.maxsize,
+            outer_learning_rate=options.outer_learning_rate,
+            outer_momentum=options.outer_momentum,
+        )
+
+    def _choose_ranks_per_replica(self, ranks: int, ranks_per_node: int) -> int:
         """Return the ranks of a replica of gossip: one, or all ranks of a node."""
         options = self.options
         check_topology("complete", num_ranks=ranks, ranks_per_node=ranks_per_node)

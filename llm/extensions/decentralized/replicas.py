@@ -81,6 +81,10 @@ class ReplicaLayout(Layout):
             ),
             num_replicas=num_saved_replicas if self.averages_moments else 1,
         )
+        self._log_start_from_mean(num_saved_replicas)
+
+    def _log_start_from_mean(self, num_saved_replicas: int) -> None:
+        """Log which state the replicas begin with if a checkpoint has another number of them."""
         source = (
             "the mean of the weights and moments"
             if self.averages_moments

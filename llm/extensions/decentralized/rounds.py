@@ -90,10 +90,13 @@ def _make_exponential_rounds(num_ranks: int) -> list[Round]:
 
 
 def _make_ring_rounds(num_ranks: int) -> list[Round]:
+    """Return the rounds of pairs of neighbors in a ring; with an odd number one rank is idle."""
     if num_ranks % 2 == 0:
-        even = tuple((rank, rank + 1) for rank in range(0, num_ranks, 2))
-        odd = tuple(_sorted_pair(rank, (rank + 1) % num_ranks) for rank in range(1, num_ranks, 2))
-        return [even, odd]
+        pairs_from_even = tuple((rank, rank + 1) for rank in range(0, num_ranks, 2))
+        pairs_from_odd = tuple(
+            _sorted_pair(rank, (rank + 1) % num_ranks) for rank in range(1, num_ranks, 2)
+        )
+        return [pairs_from_even, pairs_from_odd]
     # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
     return [
         (
@@ -108,6 +111,7 @@ def _make_ring_rounds(num_ranks: int) -> list[Round]:
 
 
 def _make_alternating_rounds(num_nodes: int, ranks_per_node: int) -> list[Round]:
+    """Return rounds where half of the pairs of nodes average together, and the others alone."""
     ranks_by_node = [
         tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node))
         for node in range(num_nodes)

@@ -47,7 +47,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
     ) -> None:
         ShardedStrategy.__init__(self, options, accelerator, dims, init_weights=init_weights)
         self._init_replicas(gossip, dims.shard)
-        self._whole_mesh = self.mesh["replicate", "shard"]
+        self._replica_and_shard_mesh = self.mesh["replicate", "shard"]
         if self.scaler is not None:
             # Each replica has its own loss scale.
             group = self.mesh.get_group("shard")
@@ -86,7 +86,7 @@ class ShardedReplicas(DecentralizedStrategy, ShardedStrategy):
             return tensor
         return DTensor.from_local(
             local_tensor(tensor),
-            self._whole_mesh,
+            self._replica_and_shard_mesh,
             (Replicate(), *tensor.placements),
             run_check=False,
             shape=tensor.shape,

@@ -8,10 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.extensions.kfac.distribution import Exchange, assign_factors
+from llm.extensions.kfac.distribution import Assignment, Exchange, assign_factors
 from llm.extensions.kfac.factors import Factor, LayerToRecord, UpdateTimes, record_layers
 from llm.extensions.kfac.layers import Coverage, Layer
-from llm.extensions.matrix_optim.eigenbases import Solution, compute_eigenbasis, power_iteration
+from llm.extensions.matrix_optim.eigenbases import (
+    Solution,
+    compute_eigenbasis,
+    take_power_iteration,
+)
 from llm.extensions.matrix_optim.matrix_owners import FactorRanks
 from llm.runtime.float32 import full_float32
 
@@ -97,14 +101,17 @@ class Curvature:
         self._has_captured = False
         self._num_fallbacks = torch.zeros((), device=self.layers[0].weight.device)
         self._update_times = UpdateTimes()
-        self._factor_by_name = self._make_factors(max_dim, ranks)
-        self.factors = list(self._factor_by_name.values())
-
-    def _make_factors(self, max_dim: int, ranks: FactorRanks | None) -> dict[str, Factor]:
-        """Assign the factors to ranks and create this rank's tensors."""
         self.is_replicated = ranks is None
         if ranks is None:
             ranks = _default_group_ranks()
+        self._rank = ranks.rank
+        self._assignment = self._assign_factors(max_dim, world_size=ranks.size)
+        self.exchange = Exchange(self._assignment, ranks, broadcasts_bases=self.is_replicated)
+        self._factor_by_name = self._make_factors(max_dim)
+        self.factors = list(self._factor_by_name.values())
+
+    def _assign_factors(self, max_dim: int, *, world_size: int) -> Assignment:
+        """Give each factor an owner, and a position in the update interval."""
         # The decomposition of a block of width w takes about w^3 operations.
         costs = {
             group: {
@@ -113,20 +120,23 @@ class Curvature:
             for group, size_by_factor in self.coverage.factor_sizes.items()
         }
         # Layers that share A are needed together.
-        input_names = dict.fromkeys(layer.input_name for layer in self.layers)
-        self._assignment = assign_factors(
-            {group: costs[group] for group in input_names},
-            world_size=ranks.size,
+        return assign_factors(
+            {input_name: costs[input_name] for input_name in self._list_input_names()},
+            world_size=world_size,
             keeps_groups_together=not self.is_replicated,
             model_groups=costs,
         )
-        self.exchange = Exchange(self._assignment, ranks, broadcasts_bases=self.is_replicated)
-        self._rank = ranks.rank
 
+    def _list_input_names(self) -> list[str]:
+        """Return the names of the layers that provide the factors of inputs."""
+        return list(dict.fromkeys(layer.input_name for layer in self.layers))
+
+    def _make_factors(self, max_dim: int) -> dict[str, Factor]:
+        """Return the factors of all layers by name, with this rank's tensors."""
         factors = {}
-        for group in input_names:
-            for name, size in self.coverage.factor_sizes[group].items():
-                is_owned = self._assignment.owner_by_factor[name] == ranks.rank
+        for input_name in self._list_input_names():
+            for name, size in self.coverage.factor_sizes[input_name].items():
+                is_owned = self._assignment.owner_by_factor[name] == self._rank
                 factors[name] = Factor(
                     name,
                     size=size,
@@ -222,7 +232,7 @@ class Curvature:
 
     def _average_factors(self, found_inf: Tensor | None) -> None:
         """Sum the step's tokens over ranks, and update the averages that this rank owns."""
-        sums = self.exchange.reduce(self._recorded_factors)
+        sums = self.exchange.reduce_step_sums(self._recorded_factors)
         for factor in self._recorded_factors:
             if factor.is_owned:
                 factor.update_average(
@@ -276,12 +286,12 @@ class Curvature:
             update_mask = update_mask & (found_inf == 0)
         fallback_flag = torch.zeros_like(factor.count)
         for average, basis, eigenvalues in zip(
-            factor.averages(), factor.bases, factor.values, strict=True
+            factor.averages(), factor.bases, factor.eigenvalues, strict=True
         ):
             solution = self._solve_block(average, basis)
             # Selected on the device, so that the host does not wait for `found_inf`.
             basis.copy_(torch.where(update_mask, solution.basis, basis))
-            eigenvalues.copy_(torch.where(update_mask, solution.values, eigenvalues))
+            eigenvalues.copy_(torch.where(update_mask, solution.eigenvalues, eigenvalues))
             fallback_flag = torch.maximum(
                 fallback_flag, (solution.fallback > 0) * update_mask.float()
             )
@@ -293,7 +303,7 @@ class Curvature:
         # exact.
         if self.method == "eigen" or self.steps < self._inv_update_steps:
             return compute_eigenbasis(average, basis)
-        return power_iteration(average, basis)
+        return take_power_iteration(average, basis)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return numbers for the log, on the device; all ranks must call it.
@@ -304,7 +314,7 @@ class Curvature:
             the times of `UpdateTimes.pop_means`.
         """
         metrics = {
-            "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
+            "fallbacks": self.exchange.sum_count(self._num_fallbacks),
             **self._update_times.pop_means(),
         }
         return {**metrics, "condition": self._compute_largest_condition()}
@@ -314,7 +324,7 @@ class Curvature:
         conditions = [
             values.max() / values.min().clamp_min(1e-7 * values.max()).clamp_min(1e-30)
             for factor in self.factors
-            for values in factor.values
+            for values in factor.eigenvalues
         ]
         if not conditions:
             return torch.ones_like(self._num_fallbacks)
@@ -342,7 +352,7 @@ class Curvature:
         """
         return {
             "steps": self.steps,
-            "fallbacks": self.exchange.all_reduce(self._num_fallbacks),
+            "fallbacks": self.exchange.sum_count(self._num_fallbacks),
             "factors": {factor.name: factor.tensors() for factor in self.factors},
         }
 

@@ -105,7 +105,7 @@ class Exchange:
         self._is_single_process = broadcasts_bases and ranks.size == 1
         self.counts_failures = ranks.counts_failures
 
-    def reduce(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
+    def reduce_step_sums(self, factors: Sequence[Factor]) -> dict[str, tuple[list[Tensor], Tensor]]:
         """Sum the factors' records over ranks, each at its owner.
 
         Returns:
@@ -128,8 +128,8 @@ class Exchange:
                 sums_and_counts = _unpack_triangles(flat, owned_factors)
         return sums_and_counts
 
-    def all_reduce(self, count: Tensor) -> Tensor:
-        """Return the sum over all ranks, counting replicas once."""
+    def sum_count(self, count: Tensor) -> Tensor:
+        """Return the sum of a count over all ranks; replicas count once."""
         if self._is_single_process:
             return count
         total = count.clone()
@@ -146,7 +146,9 @@ class Exchange:
             return
         for owner, owned_factors in self._group_by_owner(factors).items():
             tensors = [
-                tensor for factor in owned_factors for tensor in (*factor.bases, *factor.values)
+                tensor
+                for factor in owned_factors
+                for tensor in (*factor.bases, *factor.eigenvalues)
             ]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, src=owner)

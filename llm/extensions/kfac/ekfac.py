@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.kfac.units import CoveredUnits, joint_bases
+from llm.extensions.kfac.units import CoveredUnits, stack_bases
 from llm.extensions.matrix_optim.eigenbases import Blocks, rotate, rotate_back
 from llm.extensions.matrix_optim.fused import join_states, matrix_state
 from llm.extensions.matrix_optim.matrix_owners import (
@@ -86,13 +87,15 @@ class EKFAC(MatrixOptimizer):
         self.curvature = curvature
         self._nesterov = nesterov
         self._covered_units = CoveredUnits(curvature, matrix_owners)
-        self.units = list(self._covered_units.layers)
+        self.units = list(self._covered_units.layers_by_unit)
         self._unit_by_layer = {
-            layer: unit for unit, layers in self._covered_units.layers.items() for layer in layers
+            layer: unit
+            for unit, layers in self._covered_units.layers_by_unit.items()
+            for layer in layers
         }
-        self._separate_groups()
+        self._distinguish_groups()
         # Created here instead of in the first step, so that a checkpoint can be loaded.
-        for unit, layers in self._covered_units.layers.items():
+        for unit, layers in self._covered_units.layers_by_unit.items():
             # Empty for moments on other ranks: a checkpoint has the names of all.
             has_moments = self._covered_units.computes_update(unit)
             self.state.update(
@@ -107,8 +110,8 @@ class EKFAC(MatrixOptimizer):
             self.units += self._soap.units
         self._add_adamw_state()
 
-    def _separate_groups(self) -> None:
-        """Let units of different parameter groups count as unequal, so that none share a batch."""
+    def _distinguish_groups(self) -> None:
+        """Make units of different parameter groups unequal, so that no batch joins them."""
         for group_index, group in enumerate(self.param_groups):
             group_parameters = set(group["params"])
             for unit in self.units:
@@ -123,17 +126,13 @@ class EKFAC(MatrixOptimizer):
             with torch.enable_grad():
                 loss = closure()
         rotations, group_by_param = self.curvature.update(self.found_inf), groups_of(self)
-        for unit, layers in self._covered_units.layers.items():
+        for unit, layers in self._covered_units.layers_by_unit.items():
             if self._covered_units.computes_update(unit):
                 for layer in layers:
                     self._rotate_moments(layer, rotations)
-
-        def compute_update(layers: Sequence[Layer], gradients: Tensor) -> Tensor:
-            group = group_by_param[self._unit_by_layer[layers[0]].weight]
-            return self._compute_adamw_updates(layers, gradients, group | {"weight_decay": 0.0})
-
+        compute_updates = partial(self._compute_adamw_updates, group_by_param=group_by_param)
         update_mask = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-        for updates in self._covered_units.compute_updates(compute_update):
+        for updates in self._covered_units.compute_updates(compute_updates):
             _apply_updates(updates, group_by_param, update_mask)
         if self._soap is None:
             self._step_adamw()
@@ -143,7 +142,7 @@ class EKFAC(MatrixOptimizer):
 
     def _step_soap(self, soap: SOAP) -> None:
         """Update the parameters outside of covered layers by SOAP."""
-        covered = {p for unit in self._covered_units.layers for p in unit.parameters}
+        covered = {p for unit in self._covered_units.layers_by_unit for p in unit.parameters}
         # Look these up in each step: a strategy that shards weights has replaced both.
         soap.state = self.state
         soap.param_groups = [g for g in self.param_groups if covered.isdisjoint(g["params"])]
@@ -155,7 +154,7 @@ class EKFAC(MatrixOptimizer):
         for units in self._covered_units.batches():
             make_adjacent([self.state[unit.weight] for unit in units])
             for unit in units:  # The bias's state has the first part's step.
-                layer = self._covered_units.layers[unit][0]
+                layer = self._covered_units.layers_by_unit[unit][0]
                 for parameter in unit.parameters[1:]:
                     self.state[parameter]["step"] = self._layer_state(layer)["step"]
         self._covered_units.make_bases_adjacent()
@@ -181,17 +180,23 @@ class EKFAC(MatrixOptimizer):
         )
 
     def _compute_adamw_updates(
-        self, layers: Sequence[Layer], gradients: Tensor, group: dict[str, Any]
+        self,
+        layers: Sequence[Layer],
+        gradients: Tensor,
+        *,
+        group_by_param: Mapping[Tensor, dict[str, Any]],
     ) -> Tensor:
         """Return AdamW's updates in the eigenbasis, without weight decay.
 
         Args:
             layers: Equal layers.
             gradients: As `Layer.make_gradient_matrix` returns them, stacked.
-            group: Their parameter group, without weight decay.
+            group_by_param: Parameter group of each parameter.
         """
+        weight = self._unit_by_layer[layers[0]].weight
+        group = group_by_param[weight] | {"weight_decay": 0.0}
         input_factors, output_factors = zip(*map(self.curvature.factors_of, layers), strict=True)
-        row_bases, column_bases = joint_bases(output_factors), joint_bases(input_factors)
+        row_bases, column_bases = stack_bases(output_factors), stack_bases(input_factors)
         rotated_gradients = _zero_rounding_errors(rotate(gradients, row_bases, column_bases))
         states = [self._layer_state(layer) for layer in layers]
         if self._nesterov:

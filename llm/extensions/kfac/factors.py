@@ -35,7 +35,7 @@ class Factor:
         count: Decayed number of tokens, an fp32 scalar.
         bases: For each block, the eigenvectors of its average at the last decomposition, in
             columns; empty if not used.
-        values: For each block, the eigenvalues of these eigenvectors.
+        eigenvalues: For each block, the eigenvalues of these eigenvectors.
         widths: The blocks' widths.
     """
 
@@ -53,10 +53,10 @@ class Factor:
         self.size = size
         self.is_owned = is_owned
         self.device = device
-        self.widths = block_widths(size, max_dim)
+        self.widths = choose_block_widths(size, max_dim)
         basis_widths = self.widths if needs_bases else []
         self.bases = [torch.eye(width, device=device) for width in basis_widths]
-        self.values = [torch.ones(width, device=device) for width in basis_widths]
+        self.eigenvalues = [torch.ones(width, device=device) for width in basis_widths]
         sum_widths = self.widths if is_owned else []
         self.sums = [torch.zeros(width, width, device=device) for width in sum_widths]
         self.count = torch.zeros((), device=device)
@@ -71,7 +71,7 @@ class Factor:
         """
         if self._step_sums is None:
             self._step_sums = self._zero_blocks()
-        products = [gram_matrix(block) for block in rows.split(self.widths, dim=1)]
+        products = [compute_gram_matrix(block) for block in rows.split(self.widths, dim=1)]
         # The trace of x x^T bounds all its entries, so one scalar tells whether all are finite.
         is_finite = torch.isfinite(torch.stack([product.trace() for product in products]).sum())
         for step_sum, product in zip(self._step_sums, products, strict=True):
@@ -124,12 +124,16 @@ class Factor:
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors that this rank keeps, by their keys in a checkpoint."""
         tensors = {"count": self.count} if self.is_owned else {}
-        for key, blocks in (("sum", self.sums), ("basis", self.bases), ("values", self.values)):
+        for key, blocks in (
+            ("sum", self.sums),
+            ("basis", self.bases),
+            ("values", self.eigenvalues),
+        ):
             tensors |= {f"{key}.{i}": block for i, block in enumerate(blocks)}
         return tensors
 
 
-def gram_matrix(rows: Tensor) -> Tensor:
+def compute_gram_matrix(rows: Tensor) -> Tensor:
     """Return rows^T @ rows, exactly symmetric; computes little more than half of a wide product.
 
     Args:
@@ -149,7 +153,7 @@ def gram_matrix(rows: Tensor) -> Tensor:
     return product
 
 
-def block_widths(size: int, max_dim: int) -> list[int]:
+def choose_block_widths(size: int, max_dim: int) -> list[int]:
     """Return the widths, equal up to one, of the fewest diagonal blocks of at most `max_dim`.
 
     A width of max_dim + 1 is allowed, so that the column of ones for a bias does not cause another
@@ -265,7 +269,9 @@ def _make_recording_hook(
         output_gradients = layer.select_outputs(gradient.flatten(0, -2))
         _record_tokens(output_factor, output_gradients, update_times, appends_one=False)
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+    def record_call(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
         # A backward pass recomputes checkpointed blocks; their tokens are already recorded.
         is_backward = torch._C._current_graph_task_id() != -1
         if not output.requires_grad or is_backward:
@@ -276,7 +282,7 @@ def _make_recording_hook(
         if output_factor is not None:
             output.register_hook(record_output_gradient)
 
-    return hook
+    return record_call
 
 
 @torch.no_grad()

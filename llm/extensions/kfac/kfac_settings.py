@@ -65,14 +65,14 @@ class KFACSettings(MatrixSettings):
     )
 
 
-def kfac_method(options: KFACSettings) -> Literal["ekfac", "eigen"]:
+def choose_kfac_method(options: KFACSettings) -> Literal["ekfac", "eigen"]:
     """Return the K-FAC method that is set, or selected by other options."""
     if options.kfac_method is not None:
         return options.kfac_method
-    return "eigen" if preconditioner_options(options) else "ekfac"
+    return "eigen" if list_preconditioner_options(options) else "ekfac"
 
 
-def preconditioner_options(options: KFACSettings) -> list[str]:
+def list_preconditioner_options(options: KFACSettings) -> list[str]:
     """Return the given options that only the method eigen uses."""
     names = [n for n in ("kfac_damping", "kfac_kl_clip") if getattr(options, n) is not None]
     if options.kfac_library not in (None, "native"):

@@ -198,24 +198,30 @@ def find_covered_layers(
         )
     if sample_forward is not None:
         first_reader_by_layer = _find_shared_inputs(model, layers, sample_forward)
-        input_names = [first_reader_by_layer.get(layer.name, layer.input_name) for layer in layers]
         layers = [
-            dataclasses.replace(layer, input_name=input_name)
-            for layer, input_name in zip(layers, input_names, strict=True)
+            dataclasses.replace(
+                layer, input_name=first_reader_by_layer.get(layer.name, layer.input_name)
+            )
+            for layer in layers
         ]
     num_covered = sum(p.numel() for p in {p for layer in layers for p in layer.parameters})
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    sizes_by_input: dict[str, dict[str, int]] = {}
-    for layer in layers:
-        factor_sizes = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
-        sizes_by_input.setdefault(layer.input_name, {}).update(factor_sizes)
     return Coverage(
         layers=tuple(layers),
         skipped=skipped,
         num_covered=num_covered,
         num_skipped=num_trained - num_covered,
-        factor_sizes=sizes_by_input,
+        factor_sizes=_list_factor_sizes(layers),
     )
+
+
+def _list_factor_sizes(layers: Sequence[Layer]) -> dict[str, dict[str, int]]:
+    """Return the widths of factors by name, grouped by the layer that provides the input."""
+    sizes_by_input: dict[str, dict[str, int]] = {}
+    for layer in layers:
+        factor_sizes = {f"{layer.input_name}.A": layer.columns, f"{layer.name}.G": layer.rows}
+        sizes_by_input.setdefault(layer.input_name, {}).update(factor_sizes)
+    return sizes_by_input
 
 
 def _split_fused_layer(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> list[Layer]:
@@ -245,15 +251,17 @@ def _select_layers(
         weight_names = [weight_name for weight_name, _ in module.named_parameters(recurse=False)]
         if not weight_names:
             continue
-        is_linear = _is_conv1d(module) or isinstance(module, nn.Linear)
-        module_reason = (
-            None if is_linear else _find_module_skip_reason(module, covers_stacks=covers_stacks)
-        )
-        if module_reason is not None:
-            reason_by_name[name] = module_reason
-            continue
-        for weight_name in ["weight"] if is_linear else weight_names:
-            layer_name = name if is_linear else f"{name}.{weight_name}"
+        if _is_conv1d(module) or isinstance(module, nn.Linear):
+            weight_name_by_layer = {name: "weight"}
+        else:
+            module_reason = _find_module_skip_reason(module, covers_stacks=covers_stacks)
+            if module_reason is not None:
+                reason_by_name[name] = module_reason
+                continue
+            weight_name_by_layer = {
+                f"{name}.{weight_name}": weight_name for weight_name in weight_names
+            }
+        for layer_name, weight_name in weight_name_by_layer.items():
             matching_patterns = {
                 pattern.pattern for pattern in patterns if pattern.search(layer_name)
             }
@@ -267,12 +275,17 @@ def _select_layers(
                 layers.append(_make_layer(layer_name, module, weight_name))
             else:
                 reason_by_name[layer_name] = weight_reason
+    _check_patterns_matched(unmatched_patterns)
+    return layers, reason_by_name
+
+
+def _check_patterns_matched(unmatched_patterns: set[str]) -> None:
+    """Refuse patterns of layers to skip that match no layer."""
     if unmatched_patterns:
         raise ConfigError(
             f"--kfac_skip_layers {min(unmatched_patterns)!r} matches no Linear or Conv1D layer of "
             "this model, nor a stack of experts; correct the pattern or leave it out."
         )
-    return layers, reason_by_name
 
 
 def _make_layer(name: str, module: nn.Module, weight_name: str) -> Layer:
@@ -347,37 +360,54 @@ def _find_shared_inputs(
     Returns:
         The name of the first layer that reads the tensor, by the name of each later one.
     """
-    # References keep the tensors alive, so that a later tensor cannot reuse an id.
-    read_inputs: list[tuple[Tensor, Layer]] = []
+    calls = _record_calls(model, layers, sample_forward)
+    num_calls = Counter(layer.name for layer, _ in calls)
     first_reader_by_layer: dict[str, str] = {}
-    num_calls: Counter[str] = Counter()
-
-    def add_hook(layer: Layer) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            num_calls[layer.name] += 1
-            input_tensor = read_input(args, kwargs)
-            for tensor, first_layer in read_inputs:
-                # With a bias, A has one more column.
-                if tensor is input_tensor and first_layer.columns == layer.columns:
-                    first_reader_by_layer[layer.name] = first_layer.name
-                    return
-            read_inputs.append((input_tensor, layer))
-
-        return layer.module.register_forward_hook(hook, with_kwargs=True)
-
-    handles = [add_hook(layer) for layer in layers if not layer.is_stack]
-    try:
-        with evaluation_mode(model):
-            sample_forward(model)
-    finally:
-        for handle in handles:
-            handle.remove()
+    first_calls: list[tuple[Layer, Tensor]] = []
+    for layer, input_tensor in calls:
+        first_readers = (
+            first_layer
+            for first_layer, tensor in first_calls
+            # With a bias, A has one more column.
+            if tensor is input_tensor and first_layer.columns == layer.columns
+        )
+        first_reader = next(first_readers, None)
+        if first_reader is None:
+            first_calls.append((layer, input_tensor))
+        else:
+            first_reader_by_layer[layer.name] = first_reader.name
     # A layer that runs twice reads two tensors, and only one would be shared.
     return {
         name: first_layer
         for name, first_layer in first_reader_by_layer.items()
         if num_calls[name] == 1 and num_calls[first_layer] == 1
     }
+
+
+def _record_calls(
+    model: nn.Module, layers: Sequence[Layer], sample_forward: Callable[[nn.Module], Any]
+) -> list[tuple[Layer, Tensor]]:
+    """Run a model once; return each call of a layer in order, with its input; not of stacks."""
+    calls: list[tuple[Layer, Tensor]] = []
+
+    def make_hook(layer: Layer) -> Any:
+        def record_call(_: nn.Module, args: tuple[Any, ...], kwargs: Any, __: Any) -> None:
+            calls.append((layer, read_input(args, kwargs)))
+
+        return record_call
+
+    handles = [
+        layer.module.register_forward_hook(make_hook(layer), with_kwargs=True)
+        for layer in layers
+        if not layer.is_stack
+    ]
+    try:
+        with evaluation_mode(model):
+            sample_forward(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 def read_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

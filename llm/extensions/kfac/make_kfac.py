@@ -14,8 +14,8 @@ from llm.extensions.kfac.ekfac import EKFAC
 from llm.extensions.kfac.external import ExternalPreconditioner
 from llm.extensions.kfac.kfac_settings import (
     KFACSettings,
-    kfac_method,
-    preconditioner_options,
+    choose_kfac_method,
+    list_preconditioner_options,
 )
 from llm.extensions.kfac.layers import Coverage, find_covered_layers
 from llm.extensions.kfac.preconditioner import Preconditioner
@@ -115,14 +115,14 @@ class KFAC(MatrixRunOptimizer):
         curvature = self.recorder
         assert isinstance(curvature, Curvature)  # the plan refuses the library
         widths = [width for factor in curvature.factors for width in factor.widths]
-        sums = FP32 * sum(width**2 for width in widths)
-        state = StateMemory(
+        factor_bytes = FP32 * sum(width**2 for width in widths)
+        memory = StateMemory(
             replicated=curvature.num_bytes(),
-            divided=2 * sums + FP32 * (sum(widths) + len(curvature.factors)),
-            recording=sums,
-            stepping=sums + FP32 * curvature.coverage.num_covered,
+            divided=2 * factor_bytes + FP32 * (sum(widths) + len(curvature.factors)),
+            recording=factor_bytes,
+            stepping=factor_bytes + FP32 * curvature.coverage.num_covered,
         )
-        return {"kfac": state}
+        return {"kfac": memory}
 
 
 class KFACFactory(OptimizerFactory):
@@ -194,16 +194,18 @@ def make_kfac(
         coverage = find_model_coverage(options, model)
     else:
         coverage = coverage.restrict_to_stage(model)
-    intervals = _choose_intervals(options)
+    update_settings = _choose_update_settings(options)
     optimizer: torch.optim.Optimizer
     recorder: Curvature | ExternalPreconditioner
     preconditioner: Preconditioner | ExternalPreconditioner | None
     if options.kfac_library == "kfac-pytorch":
         optimizer = make_adamw(options, model)
-        recorder = preconditioner = _make_external(options, optimizer, coverage, intervals)
+        recorder = preconditioner = _make_external(options, optimizer, coverage, update_settings)
     else:
-        recorder = curvature = _make_curvature(options, model, coverage, intervals, matrix_owners)
-        if kfac_method(options) == "ekfac":
+        recorder = curvature = _make_curvature(
+            options, model, coverage, update_settings, matrix_owners
+        )
+        if choose_kfac_method(options) == "ekfac":
             preconditioner = None
             optimizer = _make_ekfac(
                 options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
@@ -216,7 +218,7 @@ def make_kfac(
         model,
         recorder=recorder,
         preconditioner=preconditioner,
-        method_description=_describe_method(options, intervals),
+        method_description=_describe_method(options, update_settings),
         matrix_owners=matrix_owners,
         with_ends=options.optimizer == "soap",
     )
@@ -226,7 +228,7 @@ def _make_external(
     options: KFACSettings,
     optimizer: torch.optim.Optimizer,
     coverage: Coverage,
-    intervals: Mapping[str, Any],
+    update_settings: Mapping[str, Any],
 ) -> ExternalPreconditioner:
     """Make the preconditioner of the library kfac-pytorch."""
     return ExternalPreconditioner(
@@ -234,7 +236,7 @@ def _make_external(
         _parameters_of(optimizer.param_groups),
         damping=options.kfac_damping or DAMPING,
         kl_clip=options.kfac_kl_clip or KL_CLIP,
-        **intervals,
+        **update_settings,
     )
 
 
@@ -242,17 +244,17 @@ def _make_curvature(
     options: KFACSettings,
     model: nn.Module,
     coverage: Coverage,
-    intervals: Mapping[str, Any],
+    update_settings: Mapping[str, Any],
     matrix_owners: MatrixOwners | None,
 ) -> Curvature:
     """Make the factors of the covered layers."""
     return Curvature(
         coverage,
-        method=kfac_method(options),
-        max_dim=max_block_width(options, model),
+        method=choose_kfac_method(options),
+        max_dim=choose_max_block_width(options, model),
         spread=not options.torch_compile,  # else all factors are due at the same steps
         ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
-        **intervals,
+        **update_settings,
     )
 
 
@@ -309,11 +311,11 @@ def covers_stacks(options: KFACSettings) -> bool:
     return options.kfac_library != "kfac-pytorch"
 
 
-def max_block_width(options: KFACSettings, model: nn.Module) -> int:
+def choose_max_block_width(options: KFACSettings, model: nn.Module) -> int:
     """Return the maximum width of a factor's block; by default twice the model's with ekfac."""
     if options.kfac_max_dim is not None:
         return options.kfac_max_dim
-    if kfac_method(options) != "ekfac":
+    if choose_kfac_method(options) != "ekfac":
         return MAX_DIM
     config: Any = model.config
     width: int = getattr(config.get_text_config(), "hidden_size", MAX_DIM)
@@ -331,12 +333,12 @@ def _parameters_of(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for group in groups for p in group["params"]]
 
 
-def _choose_intervals(options: KFACSettings) -> dict[str, Any]:
+def _choose_update_settings(options: KFACSettings) -> dict[str, Any]:
     """Return the intervals and the decay of the averages, with the method's defaults.
 
     They are keyword arguments of `Curvature` and `ExternalPreconditioner`.
     """
-    is_ekfac = kfac_method(options) == "ekfac"
+    is_ekfac = choose_kfac_method(options) == "ekfac"
     default_steps = EKFAC_UPDATE_STEPS if is_ekfac else EIGEN_UPDATE_STEPS
     factor_update_steps = options.kfac_factor_update_steps or default_steps
     # With this default, ekfac decays equally per step, regardless of the interval.
@@ -348,16 +350,16 @@ def _choose_intervals(options: KFACSettings) -> dict[str, Any]:
     }
 
 
-def _describe_method(options: KFACSettings, intervals: Mapping[str, Any]) -> str:
+def _describe_method(options: KFACSettings, update_settings: Mapping[str, Any]) -> str:
     """Return a line for the log: the method, which options selected it, and its intervals."""
-    flags = [f"--{name}" for name in preconditioner_options(options)]
+    flags = [f"--{name}" for name in list_preconditioner_options(options)]
     reason = ""
     if options.kfac_method is None and flags:
         reason = f", which {' and '.join(flags)} selects (ekfac has no such thing)"
     description = (
-        f"K-FAC's method is {kfac_method(options)}{reason}; "
-        f"factor_update_steps={intervals['factor_update_steps']}, "
-        f"inv_update_steps={intervals['inv_update_steps']}"
+        f"K-FAC's method is {choose_kfac_method(options)}{reason}; "
+        f"factor_update_steps={update_settings['factor_update_steps']}, "
+        f"inv_update_steps={update_settings['inv_update_steps']}"
     )
     if not flags:
         description += f"; {options.optimizer or 'adamw'} trains the rest"

@@ -6,8 +6,8 @@ from llm.config.options import option_group
 from llm.errors import ConfigError
 from llm.extensions.kfac.kfac_settings import (
     KFACSettings,
-    kfac_method,
-    preconditioner_options,
+    choose_kfac_method,
+    list_preconditioner_options,
 )
 from llm.parallel.options import sizes_above_one
 from llm.trainers.gpt.seams import Extension
@@ -75,9 +75,9 @@ def _find_method_problems(options: KFACOptions) -> list[str]:
         problems += [
             f"--{name} is not for --kfac_method {options.kfac_method}; choose eigen, or "
             "leave it out."
-            for name in preconditioner_options(options)
+            for name in list_preconditioner_options(options)
         ]
-    if options.kfac and kfac_method(options) != "ekfac" and options.nesterov:
+    if options.kfac and choose_kfac_method(options) != "ekfac" and options.nesterov:
         problems.append(
             "--nesterov is for --kfac_method ekfac; eigen changes AdamW's gradient, so leave "
             "it out."
@@ -99,14 +99,14 @@ def _find_method_problems(options: KFACOptions) -> list[str]:
 def _find_optimizer_problems(options: KFACOptions) -> list[str]:
     """Return a sentence if the optimizer does not go with K-FAC or its method."""
     optimizer, problems = options.optimizer, []
-    if options.kfac and optimizer == "soap" and kfac_method(options) != "ekfac":
-        source = ""
+    if options.kfac and optimizer == "soap" and choose_kfac_method(options) != "ekfac":
+        selection_note = ""
         if not options.kfac_method:
-            selecting_flags = [f"--{name}" for name in preconditioner_options(options)]
-            source = f" (selected by {' and '.join(selecting_flags)})"
+            selecting_flags = [f"--{name}" for name in list_preconditioner_options(options)]
+            selection_note = f" (selected by {' and '.join(selecting_flags)})"
         problems.append(
-            f"--optimizer soap does not go with --kfac by the method {kfac_method(options)}"
-            f"{source}; choose ekfac, or leave --optimizer soap out."
+            f"--optimizer soap does not go with --kfac by the method {choose_kfac_method(options)}"
+            f"{selection_note}; choose ekfac, or leave --optimizer soap out."
         )
     elif options.kfac and optimizer not in (None, "adamw", "soap"):
         problems.append(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llm.extensions.kfac.curvature import Curvature
 from llm.extensions.kfac.layers import Layer
-from llm.extensions.kfac.units import CoveredUnits, joint_bases, joint_eigenvalues
+from llm.extensions.kfac.units import CoveredUnits, stack_bases, stack_eigenvalues
 from llm.extensions.matrix_optim.eigenbases import rotate, rotate_back
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
 
@@ -68,27 +68,28 @@ class Preconditioner:
         """
         is_skipped = 1.0 - self._covered_units.all_finite(self._parameters)
         self.curvature.update(is_skipped)
-        updates = itertools.chain.from_iterable(
-            self._covered_units.compute_updates(self._precondition_layers)
+        updates_by_unit = dict(
+            itertools.chain.from_iterable(
+                self._covered_units.compute_updates(self._precondition_layers)
+            )
         )
-        results_by_unit = dict(updates)
-        if not results_by_unit:
+        if not updates_by_unit:
             return
-        inner_product = self._covered_units.compute_inner_product(results_by_unit)
+        inner_product = self._covered_units.compute_inner_product(updates_by_unit)
         self.kl_scale = self._compute_kl_scale(inner_product, learning_rate)
-        for unit, unit_results in results_by_unit.items():
-            for parameter, result in zip(unit.parameters, unit_results, strict=True):
+        for unit, unit_updates in updates_by_unit.items():
+            for parameter, update in zip(unit.parameters, unit_updates, strict=True):
                 if (gradient := parameter.grad) is not None:
-                    gradient.copy_(torch.where(is_skipped > 0, gradient, result * self.kl_scale))
+                    gradient.copy_(torch.where(is_skipped > 0, gradient, update * self.kl_scale))
         self._num_clipped += (self.kl_scale < 1) * (1 - is_skipped)
         self._num_steps += 1
 
     def _precondition_layers(self, layers: Sequence[Layer], gradients: Tensor) -> Tensor:
         """Return the preconditioned gradients of equal layers, stacked like the gradients."""
         input_factors, output_factors = zip(*map(self.curvature.factors_of, layers), strict=True)
-        row_bases, column_bases = joint_bases(output_factors), joint_bases(input_factors)
-        row_values = joint_eigenvalues(output_factors)
-        column_values = joint_eigenvalues(input_factors)
+        row_bases, column_bases = stack_bases(output_factors), stack_bases(input_factors)
+        row_values = stack_eigenvalues(output_factors)
+        column_values = stack_eigenvalues(input_factors)
         damping = self._damping * row_values.mean(dim=1) * column_values.mean(dim=1)
         damped_products = row_values.unsqueeze(2) * column_values.unsqueeze(1) + damping.view(
             -1, 1, 1
@@ -101,10 +102,10 @@ class Preconditioner:
         )
 
     def _compute_kl_scale(self, inner_product: Tensor, learning_rate: float) -> Tensor:
-        """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <result, gradient>))) on all results.
+        """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <update, gradient>))) on all updates.
 
         Args:
-            inner_product: The sum of <result, gradient>.
+            inner_product: The sum of <update, gradient>.
             learning_rate: Learning rate of this step.
         """
         if self._kl_clip is None:

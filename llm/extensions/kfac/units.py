@@ -18,7 +18,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
     stack_tensors,
 )
 
-Update = Callable[[Sequence[Layer], Tensor], Tensor]
+ComputeUpdate = Callable[[Sequence[Layer], Tensor], Tensor]
 """Computes the updates of equal layers from their gradients, both stacked in a leading dimension as
 `Layer.make_gradient_matrix` returns them."""
 
@@ -32,7 +32,7 @@ class CoveredUnits:
             weights are sharded. None if every rank holds whole weights.
 
     Attributes:
-        layers: The layers of each unit.
+        layers_by_unit: The layers of each unit.
     """
 
     def __init__(self, curvature: Curvature, matrix_owners: MatrixOwners | None = None) -> None:
@@ -41,32 +41,34 @@ class CoveredUnits:
         layers_by_weight: dict[Tensor, list[Layer]] = {}
         for layer in curvature.layers:
             layers_by_weight.setdefault(layer.weight, []).append(layer)
-        self.layers: dict[Unit, list[Layer]] = {}
+        self.layers_by_unit: dict[Unit, list[Layer]] = {}
         for layers in layers_by_weight.values():
             parameters = layers[0].parameters
             unit = Unit(
                 parameters=parameters,
                 shapes=[p.shape for p in parameters],
-                cost=sum(_num_elements(curvature, layer) for layer in layers),
+                cost=sum(_count_state_elements(curvature, layer) for layer in layers),
                 fusion=layers[0].fusion,
                 owner=curvature.updater_of(layers[0]),
                 # A stack of experts is already a batch of products.
                 kind=layers[0].name if layers[0].is_stack else None,
             )
-            self.layers[unit] = layers
-        self._matrix_owners.assign(list(self.layers))
+            self.layers_by_unit[unit] = layers
+        self._matrix_owners.assign(list(self.layers_by_unit))
 
     def computes_update(self, unit: Unit) -> bool:
         """Return whether this rank keeps the bases of a unit and computes its update."""
-        return self._curvature.computes_update(self.layers[unit][0])
+        return self._curvature.computes_update(self.layers_by_unit[unit][0])
 
     def batches(self) -> list[list[Unit]]:
         """Return the units of this rank, with equal units together."""
-        return batch_equal_units([unit for unit in self.layers if self.computes_update(unit)])
+        return batch_equal_units(
+            [unit for unit in self.layers_by_unit if self.computes_update(unit)]
+        )
 
     def layers_by_part(self, units: Sequence[Unit]) -> list[tuple[Layer, ...]]:
         """Return the layers of equal units, for each matrix of a fused weight one per unit."""
-        return list(zip(*(self.layers[unit] for unit in units), strict=True))
+        return list(zip(*(self.layers_by_unit[unit] for unit in units), strict=True))
 
     def make_bases_adjacent(self) -> None:
         """Make the bases and eigenvalues of equal layers adjacent in memory, as stacks.
@@ -82,17 +84,19 @@ class CoveredUnits:
                     )
                     moved_factors.update(factors)
 
-    def compute_updates(self, compute_update: Update) -> Iterator[Updates]:
+    def compute_updates(self, compute_update: ComputeUpdate) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
         Args:
             compute_update: Called by the ranks that compute the units' updates.
         """
-        compute = partial(self._update_units, compute_update)
-        yield from self._matrix_owners.compute_updates(list(self.layers), compute)
+        compute_unit_updates = partial(self._compute_unit_updates, compute_update)
+        yield from self._matrix_owners.compute_updates(
+            list(self.layers_by_unit), compute_unit_updates
+        )
 
-    def _update_units(
-        self, compute_update: Update, units: Sequence[Unit], gradients: list[Tensor]
+    def _compute_unit_updates(
+        self, compute_update: ComputeUpdate, units: Sequence[Unit], gradients: list[Tensor]
     ) -> list[Tensor]:
         """Return the stacked updates of the weights and biases of equal units.
 
@@ -129,7 +133,7 @@ class CoveredUnits:
         return torch.isfinite(self._matrix_owners.sum_over_ranks(norm)).float()
 
 
-def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
+def stack_bases(factors: Sequence[Factor]) -> list[Tensor]:
     """Return the bases of equally wide factors, with corresponding blocks stacked."""
     if len(factors) == 1:
         return factors[0].bases
@@ -138,9 +142,9 @@ def joint_bases(factors: Sequence[Factor]) -> list[Tensor]:
     ]
 
 
-def joint_eigenvalues(factors: Sequence[Factor]) -> Tensor:
+def stack_eigenvalues(factors: Sequence[Factor]) -> Tensor:
     """Return the eigenvalues of equally wide factors, [factors, size]."""
-    blocks = zip(*(factor.values for factor in factors), strict=True)
+    blocks = zip(*(factor.eigenvalues for factor in factors), strict=True)
     return torch.cat([stack_tensors(values) for values in blocks], dim=1)
 
 
@@ -149,7 +153,7 @@ def _stack_bases(factors: Sequence[Factor]) -> None:
     if len(factors) <= 1:
         return
     bases_by_factor = [factor.bases for factor in factors]
-    eigenvalues_by_factor = [factor.values for factor in factors]
+    eigenvalues_by_factor = [factor.eigenvalues for factor in factors]
     for blocks_by_factor in (bases_by_factor, eigenvalues_by_factor):
         for block_index, blocks in enumerate(zip(*blocks_by_factor, strict=True)):
             stack = torch.stack(blocks)
@@ -157,7 +161,7 @@ def _stack_bases(factors: Sequence[Factor]) -> None:
                 factor_blocks[block_index] = block
 
 
-def _num_elements(curvature: Curvature, layer: Layer) -> int:
+def _count_state_elements(curvature: Curvature, layer: Layer) -> int:
     """Return the number of elements of a layer's moments and factors.
 
     A shared A counts for the first of its layers.
@@ -167,19 +171,19 @@ def _num_elements(curvature: Curvature, layer: Layer) -> int:
     return 2 * layer.rows * layer.columns + sum(2 * width**2 for width in widths)
 
 
-def _join_updates(unit: Unit, matrices: Mapping[Layer, Tensor]) -> list[Tensor]:
+def _join_updates(unit: Unit, update_by_layer: Mapping[Layer, Tensor]) -> list[Tensor]:
     """Return the updates of a unit's weight and bias from the updates of its matrices.
 
     Undoes `Layer.make_gradient_matrix` for stacks of equal units.
 
     Args:
         unit: One of the units.
-        matrices: The updates by layer, [units, rows, columns].
+        update_by_layer: The updates of the matrices, [units, rows, columns].
     """
     # For each matrix its updates of weight and bias; without a bias there is only the former.
-    weights_and_biases = [layer.split(matrix) for layer, matrix in matrices.items()]
+    weights_and_biases = [layer.split(update) for layer, update in update_by_layer.items()]
     output_dims = (1 + unit.fusion.dim, 1)  # of weights, and of biases
-    part_names = [layer.part for layer in matrices]
+    part_names = [layer.part for layer in update_by_layer]
     updates = []
     for output_dim, *parts in zip(output_dims, *weights_and_biases, strict=False):
         part_by_name = dict(zip(part_names, parts, strict=True))

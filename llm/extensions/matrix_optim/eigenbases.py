@@ -18,20 +18,20 @@ class Solution(NamedTuple):
 
     Attributes:
         basis: [n, n]: eigenvectors in columns.
-        values: [n]: eigenvalues, never negative.
+        eigenvalues: [n]: never negative.
         fallback: A float32 scalar, the method that succeeded: 0 the plain decomposition, 1 jitter,
             2 float64, 3 the previous basis, 4 the identity.
-        order: [n]: with `power_iteration`, the index of each new column in the previous basis.
+        order: [n]: with `take_power_iteration`, the index of each new column in the previous basis.
     """
 
     basis: Tensor
-    values: Tensor
+    eigenvalues: Tensor
     fallback: Tensor
     order: Tensor | None = None
 
 
 @full_float32()
-def compute_eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Solution:
+def compute_eigenbasis(matrix: Tensor, previous_basis: Tensor | None = None) -> Solution:
     """Decompose a symmetric matrix, with fallbacks; the largest eigenvalue comes first.
 
     If it fails, it is retried with some weight on the diagonal, then in float64; after that the
@@ -39,7 +39,7 @@ def compute_eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Soluti
 
     Args:
         matrix: [n, n], fp32.
-        previous: [n, n], the previous basis.
+        previous_basis: [n, n]; kept if the decomposition fails.
     """
     for fallback, regularized_matrix in enumerate(_regularize_matrix(matrix)):
         try:
@@ -51,11 +51,11 @@ def compute_eigenbasis(matrix: Tensor, previous: Tensor | None = None) -> Soluti
             # Rounding makes the eigenvalues of a semi-definite matrix negative.
             values = values.float().clamp_min(0).flip(0)
             return _make_solution(vectors.float().flip(1), values, fallback)
-    return _reuse_basis(matrix, previous)
+    return _reuse_basis(matrix, previous_basis)
 
 
 @full_float32()
-def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
+def take_power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
     """Take one step of orthogonal iteration, as in SOAP (Vyas et al. 2024, arXiv:2409.11321).
 
     It is cheaper than a decomposition, and the host does not wait for the device. The columns are
@@ -82,7 +82,7 @@ def power_iteration(matrix: Tensor, basis: Tensor) -> Solution:
 
 
 def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
-    """Return left^T @ matrix @ right for block-diagonal left and right, with float32 accuracy.
+    """Return R^T @ matrix @ C for the bases R of the rows and C of the columns, as in float32.
 
     Optimizers divide each entry of the result by its size, so they would enlarge TF32's error to a
     full step. If the device may use TF32, each product is computed from three TF32 products;
@@ -90,8 +90,8 @@ def rotate(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
 
     Args:
         matrix: [..., rows, columns].
-        row_bases: Blocks of a matrix [rows, rows].
-        column_bases: Blocks of a matrix [columns, columns].
+        row_bases: Blocks of R [rows, rows].
+        column_bases: Blocks of C [columns, columns].
     """
     if _may_use_tf32(matrix.device):
         column_rotated = _multiply_blocks(matrix, column_bases, multiply_in_three_products, dim=-1)
@@ -135,7 +135,7 @@ def _split_tf32(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate_back(matrix: Tensor, row_bases: Blocks, column_bases: Blocks) -> Tensor:
-    """Undo `rotate`: return left @ matrix @ right^T, in the current precision."""
+    """Undo `rotate`: return R @ matrix @ C^T, in the current precision."""
     row_bases, column_bases = (
         blocks and [block.mT for block in blocks] for blocks in (row_bases, column_bases)
     )
@@ -155,14 +155,15 @@ def _regularize_matrix(matrix: Tensor) -> list[Tensor]:
     return [matrix, matrix + jitter, (matrix + jitter).double()]
 
 
-def _reuse_basis(matrix: Tensor, previous: Tensor | None) -> Solution:
+def _reuse_basis(matrix: Tensor, previous_basis: Tensor | None) -> Solution:
     """Return the previous basis, or the identity, with its Rayleigh quotients."""
     fallback = 3
-    if previous is None or not _is_finite(previous):
-        previous = torch.eye(len(matrix), device=matrix.device)
+    basis = previous_basis
+    if basis is None or not _is_finite(basis):
+        basis = torch.eye(len(matrix), device=matrix.device)
         fallback = 4
-    values = torch.linalg.vecdot(previous, matrix @ previous, dim=0)
-    return _make_solution(previous, values.nan_to_num(1.0, 1.0, 1.0).clamp_min(0), fallback)
+    quotients = torch.linalg.vecdot(basis, matrix @ basis, dim=0)
+    return _make_solution(basis, quotients.nan_to_num(1.0, 1.0, 1.0).clamp_min(0), fallback)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -177,7 +178,14 @@ def _make_solution(basis: Tensor, values: Tensor, fallback: int) -> Solution:
 def _multiply_blocks(
     matrix: Tensor, blocks: Blocks, multiply: Callable[..., Tensor], *, dim: Literal[-1, -2]
 ) -> Tensor:
-    """Return matrix @ right, or left^T @ matrix with -2, for the blocks of right or left."""
+    """Return the product of a matrix with a block-diagonal one.
+
+    Args:
+        matrix: [..., rows, columns].
+        blocks: Blocks of the other matrix B.
+        multiply: Multiplies two matrices, as `torch.matmul` does.
+        dim: -1 for matrix @ B, -2 for B^T @ matrix.
+    """
     if blocks is None:
         return matrix
     if len(blocks) == 1:

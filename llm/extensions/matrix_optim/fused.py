@@ -51,10 +51,10 @@ class Fusion:
 
     def shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shapes of the matrices of a weight, by name."""
-        sides_by_name = {name: list(shape) for name in self.sizes}
+        shape_by_name = {name: list(shape) for name in self.sizes}
         for name, size in self.sizes.items():
-            sides_by_name[name][self.dim] = self.groups * size
-        return {name: torch.Size(sides) for name, sides in sides_by_name.items()}
+            shape_by_name[name][self.dim] = self.groups * size
+        return {name: torch.Size(matrix_shape) for name, matrix_shape in shape_by_name.items()}
 
 
 def fusion_of(weight: nn.Parameter, fusions: Mapping[nn.Parameter, Fusion]) -> Fusion:

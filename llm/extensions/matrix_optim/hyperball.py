@@ -21,7 +21,7 @@ from llm.optim.groups import embedding_settings, split_groups
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
 
 
-class _Matrices(NamedTuple):
+class _WeightShard(NamedTuple):
     """The matrices of a weight, and this rank's shard of them.
 
     Attributes:
@@ -29,13 +29,13 @@ class _Matrices(NamedTuple):
         stack: Which matrices of a stack this rank has a part of; all of them for a single weight.
         membership: [outputs of the shard, matrices side by side]: 1.0 where an output belongs to a
             matrix, else 0.0.
-        counts: Whether this rank adds its shard to sums; another rank may have the same one.
+        is_counted: Whether this rank adds its shard to sums; another rank may have the same one.
     """
 
     input_dim: int
     stack: slice
     membership: Tensor
-    counts: bool
+    is_counted: bool
 
 
 class Hyperball:
@@ -82,26 +82,26 @@ class Hyperball:
             other_settings=other_settings,
         )
         self._matrix_owners = matrix_owners
-        self._matrices_by_weight: dict[Tensor, _Matrices] = {}
+        self._shard_by_weight: dict[Tensor, _WeightShard] = {}
         self._radius_by_name: dict[str, Tensor] = {}
         for weight, fusion in fusion_by_weight.items():
             name = names[weight]
-            self._matrices_by_weight[weight] = _find_shard(weight, fusion, matrix_owners)
+            self._shard_by_weight[weight] = _describe_shard(weight, fusion, matrix_owners)
             stack_size = weight.shape[0] if weight.ndim == 3 else 1
             self._radius_by_name[name] = torch.zeros(
                 stack_size, len(fusion.sizes), dtype=torch.float32, device=weight.device
             )
         self.num_matrices = sum(radius.numel() for radius in self._radius_by_name.values())
         self.num_elements = sum(weight.numel() for weight in fusion_by_weight)
-        self._previous: dict[Tensor, Tensor] = {}
+        self._previous_weights: dict[Tensor, Tensor] = {}
         self._has_checked_radii = False
         optimizer.register_step_pre_hook(self._begin_step)
         optimizer.register_step_post_hook(self._end_step)
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Replace the weights of the model by this rank's shards of them."""
-        self._matrices_by_weight = {
-            local_of[weight]: matrices for weight, matrices in self._matrices_by_weight.items()
+        self._shard_by_weight = {
+            local_of[weight]: shard for weight, shard in self._shard_by_weight.items()
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -116,8 +116,8 @@ class Hyperball:
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Store the weights, and let the optimizer step from zero."""
-        for weight in self._matrices_by_weight:
-            self._previous[weight] = weight.detach().clone()
+        for weight in self._shard_by_weight:
+            self._previous_weights[weight] = weight.detach().clone()
             weight.zero_()
 
     @torch.no_grad()
@@ -125,23 +125,24 @@ class Hyperball:
         """Take the step along the spheres, from the stored weights."""
         groups = groups_of(optimizer)
         radii = list(self._radius_by_name.values())
-        weights = list(self._matrices_by_weight)
+        weights = list(self._shard_by_weight)
         if not self._has_checked_radii:
             self._initialize_radii(weights, radii)
             self._has_checked_radii = True
         update_norms = self._compute_norms(weights)
         for weight, radius, norm in zip(weights, radii, update_norms, strict=True):
-            length = torch.where(norm > 0, groups[weight]["lr"] * radius / norm, 0.0)
-            # What the optimizer left is the update with its negative sign.
-            weight.mul_(self._spread_over_outputs(weight, length)).add_(self._previous[weight])
+            step_length = torch.where(norm > 0, groups[weight]["lr"] * radius / norm, 0.0)
+            # The optimizer has stepped from zero, so the weight is its update.
+            weight.mul_(self._spread_over_outputs(weight, step_length)).add_(
+                self._previous_weights[weight]
+            )
         norms = self._compute_norms(weights)
         for weight, radius, update_norm, norm in zip(
             weights, radii, update_norms, norms, strict=True
         ):
-            weight.mul_(
-                self._spread_over_outputs(weight, torch.where(update_norm > 0, radius / norm, 1.0))
-            )
-        self._previous.clear()
+            scale = torch.where(update_norm > 0, radius / norm, 1.0)
+            weight.mul_(self._spread_over_outputs(weight, scale))
+        self._previous_weights.clear()
 
     def _initialize_radii(self, weights: Sequence[Tensor], radii: Sequence[Tensor]) -> None:
         """Set the radii that no checkpoint has set, once per start; the host waits for the device.
@@ -149,9 +150,13 @@ class Hyperball:
         Raises:
             ConfigError: A matrix begins at zero.
         """
-        norms = self._compute_norms([self._previous[weight] for weight in weights], weights)
+        norms = self._compute_norms([self._previous_weights[weight] for weight in weights], weights)
         for radius, norm in zip(radii, norms, strict=True):
             radius.copy_(torch.where(radius > 0, radius, norm))
+        self._check_radii(radii)
+
+    def _check_radii(self, radii: Sequence[Tensor]) -> None:
+        """Refuse matrices with a norm of zero, on any rank."""
         num_zero_radii = torch.stack([(radius == 0).sum() for radius in radii] or [torch.zeros(())])
         num_zero_matrices = int(self._matrix_owners.sum_over_ranks(num_zero_radii.sum().float()))
         if num_zero_matrices:
@@ -171,19 +176,19 @@ class Hyperball:
             tensors: Tensors with the shapes of the weights.
             weights: The weights; by default the tensors.
         """
-        radii, squares = list(self._radius_by_name.values()), []
+        radii, squared_norms = list(self._radius_by_name.values()), []
         for tensor, weight, radius in zip(tensors, weights or tensors, radii, strict=True):
-            matrices = self._matrices_by_weight[weight]
+            shard = self._shard_by_weight[weight]
             square_sums = torch.zeros_like(radius, dtype=_sum_dtype(radius.device))
-            if tensor.numel() and matrices.counts:
+            if tensor.numel() and shard.is_counted:
                 row_norms = torch.linalg.vector_norm(
-                    tensor, dim=matrices.input_dim, dtype=square_sums.dtype
+                    tensor, dim=shard.input_dim, dtype=square_sums.dtype
                 )
-                square_sums[matrices.stack] = row_norms.square() @ matrices.membership
-            squares.append(square_sums.flatten())
-        if not squares:
+                square_sums[shard.stack] = row_norms.square() @ shard.membership
+            squared_norms.append(square_sums.flatten())
+        if not squared_norms:
             return []
-        norms = self._matrix_owners.sum_over_shards(torch.cat(squares)).sqrt()
+        norms = self._matrix_owners.sum_over_shards(torch.cat(squared_norms)).sqrt()
         norms_by_weight = norms.split([radius.numel() for radius in radii])
         return [
             weight_norms.view_as(radius)
@@ -192,11 +197,11 @@ class Hyperball:
 
     def _spread_over_outputs(self, weight: Tensor, factors: Tensor) -> Tensor:
         """Return factors for this rank's shard of a weight, from one for each of its matrices."""
-        matrices = self._matrices_by_weight[weight]
+        shard = self._shard_by_weight[weight]
         # Exact: each output belongs to one matrix.
-        by_output = factors[matrices.stack].to(matrices.membership) @ matrices.membership.T
+        by_output = factors[shard.stack].to(shard.membership) @ shard.membership.T
         shape = list(weight.shape)
-        shape[matrices.input_dim] = 1
+        shape[shard.input_dim] = 1
         return by_output.to(weight.dtype).view(shape)
 
 
@@ -296,7 +301,9 @@ class HyperballFactory(OptimizerFactory):
         return HyperballRunOptimizer(run_optimizer, hyperball, self._options)
 
 
-def _find_shard(weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwners) -> _Matrices:
+def _describe_shard(
+    weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwners
+) -> _WeightShard:
     """Return which matrices this rank's shard of a weight has parts of.
 
     Args:
@@ -312,11 +319,11 @@ def _find_shard(weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwner
     )
     for matrix_index, outputs in enumerate(fusion.split(torch.arange(num_outputs), 0).values()):
         whole_membership[outputs, matrix_index] = 1.0
-    return _Matrices(
+    return _WeightShard(
         input_dim=input_dim,
         stack=_find_local_range(weight, 0, matrix_owners) if weight.ndim == 3 else slice(0, 1),
         membership=whole_membership[_find_local_range(weight, output_dim, matrix_owners)],
-        counts=matrix_owners.counts(weight),
+        is_counted=matrix_owners.counts(weight),
     )
 
 

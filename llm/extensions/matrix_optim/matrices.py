@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llm.extensions.matrix_optim.matrix_owners import (
-    Compute,
+    ComputeUpdates,
     FactorRanks,
     MatrixOwners,
     Unit,
@@ -68,7 +68,7 @@ class ShardedMatrices(MatrixOwners):
             replicas=mesh.get_group("replicate") if sizes["replicate"] > 1 else None,
             counts_failures=self.rank == 0 and mesh.get_local_rank("pipeline") == 0,
         )
-        self._loads = [0.0] * self.size
+        self._cost_by_rank = [0.0] * self.size
         self._dims_by_unit: dict[Unit, list[dict[str, int]]] = {}
         self._shard_by_parameter: Mapping[Tensor, nn.Parameter] = {}
 
@@ -84,9 +84,9 @@ class ShardedMatrices(MatrixOwners):
             if has_whole_matrices:
                 continue
             if unit.owner is None:
-                least_loaded_rank = self._loads.index(min(self._loads))
+                least_loaded_rank = self._cost_by_rank.index(min(self._cost_by_rank))
                 unit.owner = least_loaded_rank
-            self._loads[unit.owner] += unit.cost
+            self._cost_by_rank[unit.owner] += unit.cost
 
     def owns(self, unit: Unit) -> bool:
         """Return whether this rank keeps the state of a unit, or of its shard of a stack."""
@@ -121,7 +121,7 @@ class ShardedMatrices(MatrixOwners):
         return _sum_over_group(self.sum_over_shards(values), self._pipeline)
 
     def compute_updates(
-        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+        self, units: Sequence[Unit], compute: ComputeUpdates, *, dtype: torch.dtype = torch.float32
     ) -> Iterator[Updates]:
         """Yield the units that have gradients, with this rank's shards of the updates.
 

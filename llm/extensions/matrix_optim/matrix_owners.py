@@ -42,7 +42,7 @@ class Unit:
         return self.parameters[0]
 
 
-Compute = Callable[[Sequence[Unit], list[Tensor]], list[Tensor]]
+ComputeUpdates = Callable[[Sequence[Unit], list[Tensor]], list[Tensor]]
 """Computes whole updates of equal units from the whole gradients [units, ...] of their first,
 second, ... parameters, stacked in the same way."""
 
@@ -117,7 +117,7 @@ class MatrixOwners:
         return parameter
 
     def compute_updates(
-        self, units: Sequence[Unit], compute: Compute, *, dtype: torch.dtype = torch.float32
+        self, units: Sequence[Unit], compute: ComputeUpdates, *, dtype: torch.dtype = torch.float32
     ) -> Iterator[Updates]:
         """Yield the units that have gradients, with the updates of their parameters.
 
@@ -133,7 +133,7 @@ class MatrixOwners:
             yield compute_unit_updates(equal_units, gradients, compute, equal_units[0].weight.dtype)
 
 
-def batch_cost(device: torch.device) -> float:
+def min_batch_cost(device: torch.device) -> float:
     """Return the minimum cost of units updated together, unless fewer are equal.
 
     On a GPU, a product of small matrices takes less time than its launch and does not fill the
@@ -144,12 +144,12 @@ def batch_cost(device: torch.device) -> float:
 
 
 def batch_equal_units(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Divide units into batches of equal units that cost about `batch_cost`."""
+    """Divide units into batches of equal units that cost about `min_batch_cost`."""
     unit_batches, open_batches = list[list[Unit]](), dict[Hashable, list[Unit]]()
     for unit in units:
         fusion = unit.fusion
         batch_key = (*unit.shapes, *fusion.sizes.items(), fusion.groups, fusion.dim, unit.kind)
-        min_cost = batch_cost(unit.weight.device)
+        min_cost = min_batch_cost(unit.weight.device)
         if batch_key not in open_batches or len(open_batches[batch_key]) * unit.cost >= min_cost:
             open_batches[batch_key] = []
             unit_batches.append(open_batches[batch_key])
@@ -160,13 +160,21 @@ def batch_equal_units(units: Sequence[Unit]) -> list[list[Unit]]:
 def compute_unit_updates(
     units: Sequence[Unit],
     gradients: Sequence[Sequence[Tensor]],
-    compute: Compute,
+    compute: ComputeUpdates,
     dtype: torch.dtype,
 ) -> Updates:
-    """Return the updates of equal units from their gradients, in a dtype."""
-    stacks = [stack_tensors(tensors) for tensors in zip(*gradients, strict=True)]
-    updates = zip(*(update.to(dtype).unbind() for update in compute(units, stacks)), strict=True)
-    return [(unit, list(tensors)) for unit, tensors in zip(units, updates, strict=True)]
+    """Return the updates of equal units.
+
+    Args:
+        units: The units.
+        gradients: The gradients of each unit's parameters.
+        compute: Computes the updates from stacked gradients.
+        dtype: Dtype of the updates.
+    """
+    gradient_stacks = [stack_tensors(tensors) for tensors in zip(*gradients, strict=True)]
+    update_stacks = [stack.to(dtype).unbind() for stack in compute(units, gradient_stacks)]
+    updates_by_unit = zip(*update_stacks, strict=True)
+    return [(unit, list(updates)) for unit, updates in zip(units, updates_by_unit, strict=True)]
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -248,19 +256,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
             values = torch.where(self.found_inf > 0, tensor, values)
         tensor.copy_(values)
 
-    def _add_updates(self, updates: Updates, get_factor: Callable[[Unit], float]) -> None:
+    def _add_updates(self, updates: Updates, get_update_factor: Callable[[Unit], float]) -> None:
         """Decay weights and add updates; updates are zero if the step is skipped.
 
         Args:
             updates: Updates of weights.
-            get_factor: Returns the factor on a unit's update.
+            get_update_factor: Returns the factor on a unit's update.
         """
         updates_by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
         for unit, (update,) in updates:
             group = groups[unit.weight]
-            factors = 1 - group["lr"] * group["weight_decay"], get_factor(unit)
-            updates_by_factors.setdefault(factors, []).append((unit.weight, update))
+            decay_and_factor = 1 - group["lr"] * group["weight_decay"], get_update_factor(unit)
+            updates_by_factors.setdefault(decay_and_factor, []).append((unit.weight, update))
         for (decay, factor), weights_and_updates in updates_by_factors.items():
             weights, weight_updates = map(list, zip(*weights_and_updates, strict=True))
             if self.found_inf is None:

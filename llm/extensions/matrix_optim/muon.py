@@ -19,9 +19,9 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     Unit,
-    batch_cost,
     batch_equal_units,
     groups_of,
+    min_batch_cost,
     stacked_state,
 )
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
@@ -160,14 +160,14 @@ class MuonAndAdamW(MatrixOptimizer):
         """
         self._step_adamw()
         group_by_param = groups_of(self)
-        step_units = partial(self._step_units, group_by_param=group_by_param)
+        compute_directions = partial(self._compute_directions, group_by_param=group_by_param)
         update_factor = partial(_update_factor, group_by_param=group_by_param)
         for updates in self._matrix_owners.compute_updates(
-            self.units, step_units, dtype=torch.bfloat16
+            self.units, compute_directions, dtype=torch.bfloat16
         ):
             self._add_updates(updates, update_factor)
 
-    def _step_units(
+    def _compute_directions(
         self,
         units: Sequence[Unit],
         gradients: list[Tensor],
@@ -182,17 +182,33 @@ class MuonAndAdamW(MatrixOptimizer):
             group_by_param: Parameter group of each parameter.
         """
         momentum = group_by_param[units[0].weight]["momentum"]
-        return [self._compute_directions(units, gradients[0], momentum)]
+        lookahead = self._update_momentum(units, gradients[0], momentum)
+        fusion, length_by_matrix = units[0].fusion, _update_lengths(units[0])
+        lookahead_by_matrix = fusion.split(lookahead, fusion.dim + 1)
+        orthogonal_parts = orthogonalize_all([*lookahead_by_matrix.values()], self._iteration)
+        directions = dict(zip(lookahead_by_matrix, orthogonal_parts, strict=True))
+        if self._row_beta is not None:
+            directions = self._normalize_rows(units, directions, self._row_beta)
+        # `_update_factor` has the length of the first matrix.
+        first_length, *_ = length_by_matrix.values()
+        directions = {
+            name: direction
+            if length_by_matrix[name] == first_length
+            else direction * (length_by_matrix[name] / first_length)
+            for name, direction in directions.items()
+        }
+        return [fusion.join(directions, fusion.dim + 1)]
 
-    def _compute_directions(
-        self, units: Sequence[Unit], gradients: Tensor, momentum: float
-    ) -> Tensor:
-        """Update the momentum of units; return their unscaled steps.
+    def _update_momentum(self, units: Sequence[Unit], gradients: Tensor, momentum: float) -> Tensor:
+        """Update the momentum of equal units; return it with Nesterov's look-ahead.
 
         Args:
             units: Equal units.
             gradients: [units, ...].
             momentum: Decay of the momentum.
+
+        Returns:
+            [units, ...]; zeros if the step is skipped.
         """
         with stacked_state([self.state[unit.weight] for unit in units]) as state:
             momentum_buffer = state["momentum_buffer"]
@@ -200,21 +216,8 @@ class MuonAndAdamW(MatrixOptimizer):
             lookahead = gradients.lerp(new_momentum, momentum)
             self._overwrite_state(momentum_buffer, new_momentum)
         if self.found_inf is not None:
-            lookahead = lookahead.masked_fill(self.found_inf > 0, 0.0)  # their direction is zero
-        fusion, length_by_matrix = units[0].fusion, _update_lengths(units[0])
-        lookahead_by_matrix = fusion.split(lookahead, fusion.dim + 1)
-        first_length, *_ = length_by_matrix.values()
-        orthogonal_parts = orthogonalize_all([*lookahead_by_matrix.values()], self._iteration)
-        directions = dict(zip(lookahead_by_matrix, orthogonal_parts, strict=True))
-        if self._row_beta is not None:
-            directions = self._normalize_rows(units, directions, self._row_beta)
-        directions = {
-            name: direction
-            if length_by_matrix[name] == first_length
-            else direction * (length_by_matrix[name] / first_length)
-            for name, direction in directions.items()
-        }
-        return fusion.join(directions, fusion.dim + 1)
+            lookahead = lookahead.masked_fill(self.found_inf > 0, 0.0)
+        return lookahead
 
     def _normalize_rows(
         self, units: Sequence[Unit], directions: dict[str, Tensor], row_beta: float
@@ -273,21 +276,21 @@ def orthogonalize_all(stacks: Sequence[Tensor], iteration: Iteration) -> list[Te
         stacks: The matrices.
         iteration: As for `orthogonalize`.
     """
-    if not batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
-        matrices = [stack.flatten(0, -3).split(1) for stack in stacks]
-        results = [
-            torch.cat([orthogonalize(matrix, iteration) for matrix in stack]) for stack in matrices
-        ]
-        return [result.view_as(stack) for result, stack in zip(results, stacks, strict=True)]
-    direction_by_stack: dict[int, Tensor] = {}
+    if not min_batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
+        return [_orthogonalize_one_by_one(stack, iteration) for stack in stacks]
+    directions_by_index: dict[int, Tensor] = {}
     for shape in dict.fromkeys(stack.shape for stack in stacks):
-        stack_indices = [
-            stack_index for stack_index, stack in enumerate(stacks) if stack.shape == shape
-        ]
-        equal_stacks = torch.stack([stacks[stack_index] for stack_index in stack_indices])
+        equal_indices = [index for index, stack in enumerate(stacks) if stack.shape == shape]
+        equal_stacks = torch.stack([stacks[index] for index in equal_indices])
         directions = orthogonalize(equal_stacks.flatten(0, -3), iteration).view_as(equal_stacks)
-        direction_by_stack |= zip(stack_indices, directions, strict=True)
-    return [direction_by_stack[stack_index] for stack_index in range(len(stacks))]
+        directions_by_index |= zip(equal_indices, directions, strict=True)
+    return [directions_by_index[index] for index in range(len(stacks))]
+
+
+def _orthogonalize_one_by_one(stack: Tensor, iteration: Iteration) -> Tensor:
+    """Orthogonalize each matrix of a stack [..., rows, columns] in a product of its own size."""
+    matrices = stack.flatten(0, -3).split(1)
+    return torch.cat([orthogonalize(matrix, iteration) for matrix in matrices]).view_as(stack)
 
 
 def orthogonalize(matrices: Tensor, iteration: Iteration) -> Tensor:

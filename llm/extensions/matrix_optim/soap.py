@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from llm.extensions.matrix_optim.eigenbases import (
     compute_eigenbasis,
-    power_iteration,
     rotate,
     rotate_back,
+    take_power_iteration,
 )
 from llm.extensions.matrix_optim.fused import (
     Fusion,
@@ -56,8 +56,8 @@ class SOAP(MatrixOptimizer):
 
     Args:
         groups: Parameter groups with their weight decay.
-        sides: For each parameter with a basis, its sides with a basis: 0 for the rows, 1 for the
-            columns.
+        sides_by_param: For each parameter with a basis, its sides with a basis: 0 for the rows, 1
+            for the columns.
         lr: Learning rate.
         betas: Decay of first and second moments; the second value also applies to the factors.
         eps: Added to the root of the second moment.
@@ -72,7 +72,7 @@ class SOAP(MatrixOptimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        sides: Mapping[nn.Parameter, Sequence[int]],
+        sides_by_param: Mapping[nn.Parameter, Sequence[int]],
         *,
         lr: float,
         betas: tuple[float, float] = (0.95, 0.95),
@@ -87,7 +87,7 @@ class SOAP(MatrixOptimizer):
         super().__init__(groups, defaults | {"nesterov": nesterov})
         self._update_steps = update_steps
         self._matrix_owners = matrix_owners or MatrixOwners()
-        self.units = self._make_units(sides, fusions or {})
+        self.units = self._make_units(sides_by_param, fusions or {})
         self._matrix_owners.assign(self.units)
         unit_matrices = [(unit, name) for unit in self.units for name in unit.fusion.sizes]
         offsets = spread_offsets(len(unit_matrices), update_steps) if offsets is None else offsets
@@ -97,7 +97,10 @@ class SOAP(MatrixOptimizer):
             p, shapes = unit.weight, unit.fusion.shapes(unit.shapes[0])
             local_shapes = shapes.items() if self._matrix_owners.owns(unit) else ()
             self.state[p] = join_states(
-                {name: _make_matrix_state(p, shape, sides[p]) for name, shape in local_shapes}
+                {
+                    name: _make_matrix_state(p, shape, sides_by_param[p])
+                    for name, shape in local_shapes
+                }
             )
         self._make_state_adjacent(
             batch_equal_units([u for u in self.units if self._matrix_owners.owns(u)])
@@ -106,13 +109,13 @@ class SOAP(MatrixOptimizer):
 
     def _make_units(
         self,
-        sides: Mapping[nn.Parameter, Sequence[int]],
+        sides_by_param: Mapping[nn.Parameter, Sequence[int]],
         fusions: Mapping[nn.Parameter, Fusion],
     ) -> list[Unit]:
         """Return a unit for each weight with a basis; its cost is the elements of its state.
 
         Args:
-            sides: The sides of each weight that have a basis.
+            sides_by_param: The sides of each weight that have a basis.
             fusions: How fused weights divide into matrices.
         """
         group_index_by_param = {
@@ -121,7 +124,7 @@ class SOAP(MatrixOptimizer):
             for p in group["params"]
         }
         units = []
-        for p, rotated_sides in sides.items():
+        for p, rotated_sides in sides_by_param.items():
             fusion = fusion_of(p, fusions)
             squared_widths = [
                 matrix_shape[side] ** 2
@@ -349,7 +352,7 @@ def _update_bases(states: Sequence[dict[str, Tensor]], update_mask: Tensor) -> N
         with stacked_state([{key: state[key] for key in keys} for state in states]) as joint_state:
             second_moment, has_basis, factor, basis = (joint_state[key] for key in keys)
             is_updated = (update_mask * has_basis > 0).view(-1, 1, 1)
-            solution = power_iteration(factor, basis)
+            solution = take_power_iteration(factor, basis)
             assert solution.order is not None
             order = solution.order.unsqueeze(2 - side)
             sorted_second_moment = torch.take_along_dim(second_moment, order, side + 1)
@@ -382,21 +385,21 @@ def make_soap(
         rotated for rotated in _find_rotated_weights(model) if rotated.weight not in excluded_params
     ]
     local_names = {rotated.name for rotated in rotated_weights}
+    local_offsets = [
+        offset for name, offset in zip(basis_weights, offsets, strict=True) if name in local_names
+    ]
+    groups = split_groups(
+        parameter_groups(options, model),
+        set(excluded_params),
+        chosen_settings=None,
+        other_settings={},
+    )
     return SOAP(
-        split_groups(
-            parameter_groups(options, model),
-            set(excluded_params),
-            chosen_settings=None,
-            other_settings={},
-        ),
+        groups,
         {rotated.weight: rotated.sides for rotated in rotated_weights},
         update_steps=update_steps,
         fusions=find_fused_weights(model),
-        offsets=[
-            offset
-            for name, offset in zip(basis_weights, offsets, strict=True)
-            if name in local_names
-        ],
+        offsets=local_offsets,
         matrix_owners=matrix_owners,
         nesterov=options.nesterov,
         **adamw_settings(options),

@@ -40,16 +40,16 @@ class Scales(Transform):
     """What muP changes in a model, relative to its base model.
 
     Attributes:
-        width: Width of the model divided by the base model's.
-        depth: Layers of the model divided by the base model's.
-        attention: Factor of the attention logits.
+        width_ratio: Width of the model divided by the base model's.
+        depth_ratio: Layers of the model divided by the base model's.
+        attention_factor: Factor of the attention logits.
         has_depth_scaled_init: Whether the library already divides the initial deviation of the
-            weights under `depth` by the root of the layers, as for GPT-2.
+            weights under `depth_ratio` by the root of the layers, as for GPT-2.
     """
 
-    width: float = 1.0
-    depth: float = 1.0
-    attention: float = 1.0
+    width_ratio: float = 1.0
+    depth_ratio: float = 1.0
+    attention_factor: float = 1.0
     has_depth_scaled_init: bool = False
 
     def deviation_factor(self, name: str, ndim: int) -> float:
@@ -59,9 +59,11 @@ class Scales(Transform):
             name: The parameter's name in the whole model.
             ndim: Its number of dimensions.
         """
-        depth_ratio = math.sqrt(self.depth) if self.has_depth_scaled_init else self.depth
+        depth_ratio = (
+            math.sqrt(self.depth_ratio) if self.has_depth_scaled_init else self.depth_ratio
+        )
         return self._compute_factor(
-            name, ndim, matrix_factor=1 / math.sqrt(self.width), depth_ratio=depth_ratio
+            name, ndim, matrix_factor=1 / math.sqrt(self.width_ratio), depth_ratio=depth_ratio
         )
 
     def rate_factor(self, name: str, ndim: int, group: Mapping[str, Any]) -> float:
@@ -76,10 +78,14 @@ class Scales(Transform):
             ndim: Its number of dimensions.
             group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
-        matrix_factor = 1 / (math.sqrt(self.width) if group.get("is_muon") else self.width)
+        matrix_factor = 1 / (
+            math.sqrt(self.width_ratio) if group.get("is_muon") else self.width_ratio
+        )
         if group.get("on_sphere"):
-            return matrix_factor * math.sqrt(self.width)
-        return self._compute_factor(name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth)
+            return matrix_factor * math.sqrt(self.width_ratio)
+        return self._compute_factor(
+            name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth_ratio
+        )
 
     def _compute_factor(
         self, name: str, ndim: int, *, matrix_factor: float, depth_ratio: float
@@ -93,7 +99,9 @@ class Scales(Transform):
             depth_ratio: Divides the factor of the last matrix of each attention and MLP.
         """
         if not _IN_BLOCK.search(name):
-            return 1 / self.width if ndim == 1 else 1.0  # the last norm; embeddings and the head
+            return (
+                1 / self.width_ratio if ndim == 1 else 1.0
+            )  # the last norm; embeddings and the head
         factor = matrix_factor if ndim == 2 else 1.0
         return factor / depth_ratio if _BRANCH_OUTPUT.search(name) else factor
 
@@ -107,16 +115,16 @@ class Scales(Transform):
 
     def change_modules(self, model: nn.Module) -> None:
         """Multiply the scale that each attention passes to its kernel."""
-        if self.attention != 1:
+        if self.attention_factor != 1:
             for module in model.modules():
                 if "scaling" in vars(module):
-                    vars(module)["scaling"] *= self.attention
+                    vars(module)["scaling"] *= self.attention_factor
 
     def export_weights(
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
         """Return weights with the attention factor merged into the queries."""
-        return fold_attention_scale(state_dict, config, self.attention)
+        return fold_attention_scale(state_dict, config, self.attention_factor)
 
 
 def fold_attention_scale(
@@ -127,7 +135,7 @@ def fold_attention_scale(
     Args:
         state_dict: Every weight by its name in the model; not changed.
         config: The model's configuration.
-        factor: `Scales.attention`.
+        factor: `Scales.attention_factor`.
     """
     folded_weights = dict(state_dict)
     # Behind a norm, the scale of the queries' matrix has no effect.

@@ -144,8 +144,8 @@ def make_scales(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
         )
     base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
     return Scales(
-        width=width / base_width,
-        depth=text_config.num_hidden_layers / base_layers,
-        attention=math.sqrt(base_head_dim / head_dim),
+        width_ratio=width / base_width,
+        depth_ratio=text_config.num_hidden_layers / base_layers,
+        attention_factor=math.sqrt(base_head_dim / head_dim),
         has_depth_scaled_init=model_type == "gpt2",
     )

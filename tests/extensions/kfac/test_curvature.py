@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from llm.extensions.kfac.curvature import Curvature, is_update_due
-from llm.extensions.kfac.factors import Factor, block_widths
+from llm.extensions.kfac.factors import Factor, choose_block_widths
 from llm.extensions.kfac.layers import find_covered_layers
 from tests.extensions.kfac.toy import forward_backward, loss_sum, toy_batch, toy_model
 
@@ -191,14 +191,14 @@ def test_an_aborted_step_leaves_no_statistics():
 
 
 def test_a_wide_factor_is_kept_in_blocks_of_nearly_equal_width():
-    assert block_widths(10, 4) == [4, 3, 3]
-    assert block_widths(8, 8) == [8]
+    assert choose_block_widths(10, 4) == [4, 3, 3]
+    assert choose_block_widths(8, 8) == [8]
 
 
 def test_the_bias_column_makes_no_new_block():
-    assert block_widths(9, 8) == [9]
-    assert block_widths(33, 8) == [9, 8, 8, 8]
-    assert block_widths(1, 8) == [1]
+    assert choose_block_widths(9, 8) == [9]
+    assert choose_block_widths(33, 8) == [9, 8, 8, 8]
+    assert choose_block_widths(1, 8) == [1]
 
 
 def test_the_log_lists_covered_layers_and_their_memory():

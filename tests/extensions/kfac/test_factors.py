@@ -3,15 +3,15 @@ import time
 import pytest
 import torch
 
-from llm.extensions.kfac.factors import UpdateTimes, gram_matrix
+from llm.extensions.kfac.factors import UpdateTimes, compute_gram_matrix
 from tests.extensions.kfac.toy import forward_backward, toy_batch, toy_ekfac, toy_model
 
 
 @pytest.mark.parametrize("size", [1, 256, 257, 300, 1030])
 def test_the_gram_matrix_from_one_triangle_equals_the_full_product(size):
     rows = torch.randn(40, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(gram_matrix(rows), rows.T @ rows)
-    assert gram_matrix(rows).equal(gram_matrix(rows).T)
+    torch.testing.assert_close(compute_gram_matrix(rows), rows.T @ rows)
+    assert compute_gram_matrix(rows).equal(compute_gram_matrix(rows).T)
 
 
 def test_times_within_an_update_are_summed_and_updates_are_averaged():

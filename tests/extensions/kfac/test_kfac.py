@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llm.errors import ConfigError
-from llm.extensions.kfac.make_kfac import find_model_coverage, make_kfac, max_block_width
+from llm.extensions.kfac.make_kfac import choose_max_block_width, find_model_coverage, make_kfac
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
 from tests.support.models import tiny_config, tiny_model
@@ -72,7 +72,7 @@ def test_covered_layers_are_logged_once_and_each_report_has_kfac_metrics(alone):
 )
 def test_only_ekfac_has_blocks_of_two_widths_unless_they_are_asked_for(options, width, widest):
     model = SimpleNamespace(config=tiny_config("gpt2", n_embd=width))
-    assert max_block_width(GPTConfig(kfac=True, **options), model) == widest
+    assert choose_max_block_width(GPTConfig(kfac=True, **options), model) == widest
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Training:
 
     def __init__(self, monkeypatch, kind, *, cost, family="gpt2"):
         for module in (matrix_owners, muon):
-            monkeypatch.setattr(module, "batch_cost", lambda device: cost)
+            monkeypatch.setattr(module, "min_batch_cost", lambda device: cost)
         options = GPTConfig(
             learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-4, **KINDS[kind]
         )
@@ -114,7 +114,7 @@ def unit(name, *, cost, kind=None):
 
 
 def test_batches_end_at_their_cost_and_hold_what_is_alike(monkeypatch):
-    monkeypatch.setattr(matrix_owners, "batch_cost", lambda device: 20)
+    monkeypatch.setattr(matrix_owners, "min_batch_cost", lambda device: 20)
     units = [unit(n, cost=8, kind=k) for n, k in zip("abcdefg", "xyxxxyx", strict=True)]
     names = [[unit.name for unit in batch] for batch in matrix_owners.batch_equal_units(units)]
     assert names == [["a", "c", "d"], ["b", "f"], ["e", "g"]]

@@ -120,7 +120,7 @@ def test_shards_train_bit_for_bit_as_replicas_do():
 def run_batches(cost):
     """Weights after Muon's updates, of batches as a GPU has them if a cost is given."""
     if cost:
-        matrix_owners.batch_cost = lambda device: cost
+        matrix_owners.min_batch_cost = lambda device: cost
     # The fused attention weight and the feed-forward weight have the same shape.
     model = still_model("gpt2", n_layer=4, n_embd=16, n_inner=48)
     strategy = make_strategy("muon", {"shard": 2}, model)

@@ -64,7 +64,7 @@ def matrices_of_gpt_oss(name, stack):
 @pytest.mark.parametrize("cost", [0, 2**26], ids=["one by one", "stacked as on a GPU"])
 def test_each_matrix_of_an_expert_gets_torchs_muon_alone(make, divide, cost, monkeypatch):
     for module in ("muon", "matrix_owners"):
-        name = f"llm.extensions.matrix_optim.{module}.batch_cost"
+        name = f"llm.extensions.matrix_optim.{module}.min_batch_cost"
         monkeypatch.setattr(name, lambda device: cost)
     monkeypatch.setattr("llm.extensions.matrix_optim.muon.has_half_products", lambda device: True)
     model = make()

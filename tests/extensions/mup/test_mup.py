@@ -78,7 +78,7 @@ def scaled_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
 def test_each_kind_of_weight_has_its_deviation_and_its_rates(
     family, name, ndim, deviation, adamw, muon
 ):
-    scales = Scales(width=4, depth=4, has_depth_scaled_init=family == "gpt2")
+    scales = Scales(width_ratio=4, depth_ratio=4, has_depth_scaled_init=family == "gpt2")
     assert scales.deviation_factor(name, ndim) == deviation
     assert scales.rate_factor(name, ndim, {}) == adamw
     assert scales.rate_factor(name, ndim, {"is_muon": True}) == muon
@@ -89,9 +89,11 @@ def test_a_models_scales_are_its_sizes_over_those_of_the_base_model():
     scales = MuPExtension(options).make_transform(
         tiny_config("gpt2", n_embd=64, n_head=2, n_layer=6)
     )
-    assert scales == Scales(width=4, depth=6, attention=0.5, has_depth_scaled_init=True)
+    assert scales == Scales(
+        width_ratio=4, depth_ratio=6, attention_factor=0.5, has_depth_scaled_init=True
+    )
     wider = MuPExtension(options).make_transform(tiny_config("qwen3"))
-    assert wider == Scales(width=2, depth=2, attention=0.5**0.5)
+    assert wider == Scales(width_ratio=2, depth_ratio=2, attention_factor=0.5**0.5)
     assert MuPExtension(GPTConfig()).make_transform(tiny_config("opt")) is None
 
 
@@ -108,7 +110,7 @@ def test_at_the_base_width_a_model_starts_as_without_mup(family):
 def test_initial_weights_are_the_librarys_times_their_factor(family):
     plain = dict(tiny_model(tiny_config(family)).named_parameters())
     model = scaled_model(tiny_config(family), **HALF)
-    scales = Scales(width=2, depth=2, has_depth_scaled_init=family == "gpt2")
+    scales = Scales(width_ratio=2, depth_ratio=2, has_depth_scaled_init=family == "gpt2")
     changed = set()
     for name, parameter in model.named_parameters():
         factor = scales.deviation_factor(name, parameter.ndim)
@@ -127,7 +129,7 @@ def test_an_export_has_the_logits_of_the_model_in_training(family, tied, tmp_pat
     ids = torch.arange(20).view(2, 10)
     logits = {}
     for factor in (0.5**0.5, 1.0):
-        export_to(tmp_path, model, transforms=[Scales(attention=factor)])
+        export_to(tmp_path, model, transforms=[Scales(attention_factor=factor)])
         loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
         logits[factor] = loaded(ids).logits
@@ -140,12 +142,12 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
     other = copy.deepcopy(model)
     last_norm = other.transformer.ln_f if hasattr(other, "transformer") else other.model.norm
     outputs = [
-        (module, scales.depth)
+        (module, scales.depth_ratio)
         for block in find_blocks(other)
         for name, module in block.named_modules()
         if name.endswith(("c_proj", "o_proj", "down_proj"))
     ]
-    for module, divisor in (*outputs, (last_norm, scales.width)):
+    for module, divisor in (*outputs, (last_norm, scales.width_ratio)):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter *= divisor
@@ -158,7 +160,7 @@ def with_multipliers(model: torch.nn.Module, scales: Scales) -> torch.nn.Module:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_model_trains_as_one_with_multipliers_in_the_forward_pass(family, optimizer, hyperball):
     """The factors of tables 8 and 1 of the two papers, instead of ours in the weights."""
-    scales = Scales(width=2, depth=2, has_depth_scaled_init=family == "gpt2")
+    scales = Scales(width_ratio=2, depth_ratio=2, has_depth_scaled_init=family == "gpt2")
     folded = scaled_model(tiny_config(family), **HALF).eval().double()
     multiplied = with_multipliers(folded, scales)
     settings = GPTConfig(
