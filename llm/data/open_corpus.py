@@ -33,8 +33,8 @@ from llm.runtime.agreement import on_rank0
 from llm.tokenizers.load_tokenizer import (
     choose_begin_token,
     choose_end_token,
+    compute_fingerprint,
     count_ids,
-    fingerprint,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def open_corpus(
     """
     opener = _CorpusOpener(
         options=options,
-        tokenizer_fingerprint=fingerprint(tokenizer),
+        tokenizer_fingerprint=compute_fingerprint(tokenizer),
         vocab_size=vocab_size,
         document_boundaries=document_boundaries,
     )
@@ -111,7 +111,7 @@ def _prepare_texts(
     num_tokenizer_ids = count_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer))
     encoding = TextEncoding(
         tokenizer=tokenizer,
-        fingerprint=fingerprint(tokenizer),
+        fingerprint=compute_fingerprint(tokenizer),
         size=num_tokenizer_ids,
         end_token=choose_end_token(tokenizer.eos_token_id, options.append_eos),
         begin_token=choose_begin_token(tokenizer.bos_token_id, options.prepend_bos),

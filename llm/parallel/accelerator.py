@@ -28,7 +28,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 logger = logging.getLogger("llm.parallel")
 
 
-def check_device(device: torch.device) -> None:
+def check_gpus_visible(device: torch.device) -> None:
     """Refuse to train on the CPU if PyTorch does not see the machine's NVIDIA GPUs.
 
     Raises:
@@ -78,33 +78,11 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
     """
     precision = options.mixed_precision
     if precision == "fp8":
-        if not _has_float8_products(device):
-            raise ParallelError(
-                f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
-                f"this process runs on {device.type}; use bf16 or no."
-            )
-        if not is_torchao_available():
-            raise ParallelError(
-                "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
-            )
+        _check_fp8_layers(device)
     if options.fp8_head:
-        if not _has_float8_products(device):
-            raise ParallelError(
-                "--fp8_head needs an NVIDIA GPU of compute capability 8.9 or more, and this "
-                f"process runs on {device.type}; leave it out."
-            )
-        if precision not in ("bf16", "fp8"):
-            raise ParallelError(
-                f"--fp8_head goes with --mixed_precision bf16 or fp8, not {precision}; leave it "
-                "out."
-            )
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    if precision in ("bf16", "fp16") and not has_half_products(device, dtype):
-        alternative = "bf16" if precision == "fp16" and has_half_products(device) else "no"
-        logger.warning(
-            f"--mixed_precision {precision} takes many times as long as {alternative} on this CPU, "
-            f"which has no instructions for {precision} matrix products; use {alternative}."
-        )
+        _check_fp8_head(device, precision)
+    if precision in ("bf16", "fp16"):
+        _warn_of_slow_products(device, precision)
     is_bf16_on_cuda = precision == "bf16" and device.type == "cuda"
     # PyTorch counts GPUs that emulate it, such as V100 and T4; they are many times slower than with
     # fp16.
@@ -112,6 +90,43 @@ def check_precision(options: PrecisionOptions, device: torch.device) -> None:
         raise ParallelError("--mixed_precision bf16 is not supported by this GPU; use fp16 or no.")
     if precision == "fp16" and device.type == "mps":
         raise ParallelError("--mixed_precision fp16 is not supported on mps; use bf16 or no.")
+
+
+def _check_fp8_layers(device: torch.device) -> None:
+    """Refuse linear layers in float8 without a GPU or a library for them."""
+    if not _has_float8_products(device):
+        raise ParallelError(
+            f"--mixed_precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, and "
+            f"this process runs on {device.type}; use bf16 or no."
+        )
+    if not is_torchao_available():
+        raise ParallelError(
+            "--mixed_precision fp8 needs a library with its kernels: pip install torchao."
+        )
+
+
+def _check_fp8_head(device: torch.device, precision: str | None) -> None:
+    """Refuse an output head in float8 without a GPU for it, or after layers in float32 or fp16."""
+    if not _has_float8_products(device):
+        raise ParallelError(
+            "--fp8_head needs an NVIDIA GPU of compute capability 8.9 or more, and this "
+            f"process runs on {device.type}; leave it out."
+        )
+    if precision not in ("bf16", "fp8"):
+        raise ParallelError(
+            f"--fp8_head goes with --mixed_precision bf16 or fp8, not {precision}; leave it out."
+        )
+
+
+def _warn_of_slow_products(device: torch.device, precision: str) -> None:
+    """Warn of `bf16` or `fp16` on a CPU that has no instructions for matrix products in it."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    if not has_half_products(device, dtype):
+        alternative = "bf16" if precision == "fp16" and has_half_products(device) else "no"
+        logger.warning(
+            f"--mixed_precision {precision} takes many times as long as {alternative} on this CPU, "
+            f"which has no instructions for {precision} matrix products; use {alternative}."
+        )
 
 
 def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
@@ -128,13 +143,13 @@ def form_default_group(device: torch.device, *, timeout: timedelta) -> None:
         return
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device, timeout=timeout)
-    allow_new_groups(device)
+    unbind_unsplittable_group(device)
 
 
-def allow_new_groups(device: torch.device) -> None:
-    """Let meshes form their groups one by one if the device's backend cannot split the default one.
+def unbind_unsplittable_group(device: torch.device) -> None:
+    """Unbind the default group from its device if the backend of the device cannot split groups.
 
-    PyTorch splits a default group that is bound to a device. Of the backends, only
+    PyTorch forms the groups of a mesh by a split of a default group that is bound to a device. Only
     NCCL (and RCCL) can: Intel's `xccl` raises an error (pytorch 186548). Without a bound device,
     PyTorch calls `new_group`, which every backend has. The binding has no other effect there:
     barriers use gloo, and collectives the device of their tensor.
@@ -206,7 +221,7 @@ def order_gradient_buckets(loss: nn.Module, device: torch.device) -> None:
 def make_accelerator(
     options: PrecisionOptions, *, device: torch.device, timeout: float = 600.0
 ) -> Accelerator:
-    """Form the process groups; every rank must call it.
+    """Form the process groups, and return Accelerate's view of them; every rank must call it.
 
     Args:
         options: The precision; the accelerator stores it.
@@ -217,7 +232,7 @@ def make_accelerator(
     collective_timeout = (
         timedelta(seconds=3 * timeout, minutes=30) if timeout else timedelta(days=365)
     )
-    for constant in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups made later
+    for constant in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups formed later
         setattr(distributed_c10d, constant, collective_timeout)
     form_default_group(device, timeout=collective_timeout)
     set_float32_precision(options, device)

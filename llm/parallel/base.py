@@ -285,15 +285,15 @@ class AcceleratedStrategy:
         """
         if self.world_size == 1:
             return list(flags)
-        answer = [False] * len(flags)
+        reduced_flags = [False] * len(flags)
         if self._pending_flags is not None:
             work, flag_counts = self._pending_flags
             work.wait()
-            answer = [count > 0 for count in flag_counts.tolist()]
+            reduced_flags = [count > 0 for count in flag_counts.tolist()]
         flag_counts = torch.tensor([float(flag) for flag in flags])
         work = dist.all_reduce(flag_counts, async_op=True)
         self._pending_flags = work, flag_counts
-        return answer
+        return reduced_flags
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -336,14 +336,14 @@ class AcceleratedStrategy:
             CheckpointError: The state belongs to another model.
         """
         local_state, optimizer_state = self.state_dict(), self.optimizer.state
-        for name in ("model", "optimizer"):
-            check_same_parameters(name, local_state[name], state[name])
+        for part in ("model", "optimizer"):
+            check_same_parameters(part, local_state[part], state[part])
         with torch.no_grad():
             for name, tensor in local_state["model"].items():
                 tensor.copy_(state["model"][name])
             for name, parameter in self.model.named_parameters():
-                for key, tensor in optimizer_state.get(parameter, {}).items():
-                    tensor.copy_(state["optimizer"][name][key])
+                for key, moment in optimizer_state.get(parameter, {}).items():
+                    moment.copy_(state["optimizer"][name][key])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 

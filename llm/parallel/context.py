@@ -137,7 +137,7 @@ class _ShardedAttention:
     def __init__(self, shard: SequenceShard) -> None:
         self._shard = shard
 
-    def mask(
+    def make_mask(
         self,
         *,
         q_length: int,
@@ -156,11 +156,11 @@ class _ShardedAttention:
         key_positions = torch.arange(q_length // 2 * shard.num_chunks, device=device)
         chunks = key_positions.chunk(shard.num_chunks)
         query_positions = torch.cat([chunks[chunk_index] for chunk_index in shard.chunks])
-        visible = _evaluate_mask(mask_function, query_positions.unsqueeze(0), key_positions)
+        is_visible = _evaluate_mask(mask_function, query_positions.unsqueeze(0), key_positions)
         if documents is not None:
             key_documents = shard.gather(documents, 1)[:, None, None]
-            visible = visible & (documents[:, None, :, None] == key_documents)
-        return additive_mask(visible, dtype)
+            is_visible = is_visible & (documents[:, None, :, None] == key_documents)
+        return additive_mask(is_visible, dtype)
 
     def attend(
         self,
@@ -219,7 +219,7 @@ def divide_attention(model: PreTrainedModel, shard: SequenceShard) -> None:
     if hasattr(masking_utils, "find_packed_sequence_indices"):
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     kernel = _ShardedAttention(shard)
-    _use_kernel(model, kernel.attend, kernel.mask)
+    _use_kernel(model, kernel.attend, kernel.make_mask)
 
 
 @torch.no_grad()
@@ -246,22 +246,10 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
     shards = torch.cat([first_half, second_half.flip(0)], dim=1)
     input_ids = random_tokens(model, len(sequence))
 
-    compute_logits = partial(_compute_logits, model, input_ids, positions)
     kernel = model.config._attn_implementation
     try:
         with evaluation_mode(model):
-            # Before the whole sequence: some rotary embeddings remember the longest they have seen.
-            last_shard_logits = compute_logits(shards[-1:])
-            full_logits = compute_logits(sequence.unsqueeze(0))[0, shards]
-            shard_logits = compute_logits(shards)
-            _simulate_ranks(model, shards)
-            parallel_logits = compute_logits(shards)
-        max_error = max(
-            max_difference(parallel_logits, full_logits),
-            max_difference(last_shard_logits, shard_logits[-1:]),
-        )
-        effect_of_other_shards = max_difference(shard_logits, full_logits)
-        is_exact = max_error <= _MAX_RELATIVE_ERROR * effect_of_other_shards
+            is_exact = _are_shards_exact(model, input_ids, positions, shards)
         is_divisible = is_exact and not model._is_stateful
     except (TypeError, ValueError, IndexError, RuntimeError):
         is_divisible = False  # it takes no positions, or its attention has another interface
@@ -273,6 +261,33 @@ def check_context_parallel(model: PreTrainedModel, *, num_ranks: int, block_size
             f"{model.config.model_type}: its tokens meet elsewhere than in ordinary attention, or "
             "take no positions from outside; leave it out, or choose another architecture."
         )
+
+
+def _are_shards_exact(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, shards: Tensor
+) -> bool:
+    """Return whether ranks that share keys and values compute the logits of the whole sequence.
+
+    Args:
+        model: The model; its attention changes.
+        input_ids: The tokens of the sequence, [tokens].
+        positions: Their positions in a sample, [tokens].
+        shards: Indices of each rank's tokens in the sequence, [ranks, tokens of a rank].
+    """
+    compute_logits = partial(_compute_logits, model, input_ids, positions)
+    sequence = torch.arange(len(input_ids), device=input_ids.device)
+    # Before the whole sequence: some rotary embeddings remember the longest they have seen.
+    last_shard_logits = compute_logits(shards[-1:])
+    full_logits = compute_logits(sequence.unsqueeze(0))[0, shards]
+    shard_logits = compute_logits(shards)
+    _simulate_ranks(model, shards)
+    parallel_logits = compute_logits(shards)
+    max_error = max(
+        max_difference(parallel_logits, full_logits),
+        max_difference(last_shard_logits, shard_logits[-1:]),
+    )
+    effect_of_other_shards = max_difference(shard_logits, full_logits)
+    return max_error <= _MAX_RELATIVE_ERROR * effect_of_other_shards
 
 
 def _compute_logits(
@@ -300,7 +315,7 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
         sequence = rows.transpose(0, 1).flatten(1, 2)[:, sequence_order]
         return sequence.expand(len(shards), *sequence.shape)
 
-    def mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
+    def make_mask(*, mask_function: Callable[..., Tensor], **unused: Any) -> Tensor:
         key_positions = torch.arange(shards.numel(), device=shards.device)
         causal = key_positions <= shards[:, None, :, None]  # regardless of the model's mask
         return _evaluate_mask(mask_function, shards, key_positions) & causal
@@ -316,7 +331,7 @@ def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:
         key, value = (_repeat_shared_heads(query, gather_rows(tensor)) for tensor in (key, value))
         return _scaled_dot_product(query, key, value, attention_mask, **kwargs), None
 
-    _use_kernel(model, attend, mask)
+    _use_kernel(model, attend, make_mask)
 
 
 def _use_kernel(

@@ -64,13 +64,13 @@ def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
     model_type, option = model.config.model_type, f"--expert_parallel_size {dims.expert}"
     if not expert_counts:
         raise _missing_experts_error(model, option)
-    sizes = [(option, dims.expert)]
+    size_by_option = {option: dims.expert}
     if dims.shard > 1:  # a shard has the same number of whole experts on each rank
-        sizes.append((f"--data_parallel_shard_size {dims.shard}", dims.shard))
+        size_by_option[f"--data_parallel_shard_size {dims.shard}"] = dims.shard
     for num_experts in expert_counts:
-        divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
-        for size_option, size in sizes:
+        for size_option, size in size_by_option.items():
             if num_experts % size:
+                divisors = [str(n) for n in range(2, num_experts + 1) if num_experts % n == 0]
                 raise ConfigError(
                     f"{size_option} does not divide the {num_experts} experts of a layer of "
                     f"{model_type}, which --expert_parallel_size needs; choose one of "
@@ -155,12 +155,12 @@ class _ExpertDispatch:
         self._num_ranks = groups.exchange.size()
         self._num_local_experts = self._num_experts // self._num_ranks
         num_sharing_ranks = 1 if groups.sharing is None else groups.sharing.size()
-        # A rank's experts are chunks that are `num_ranks` apart.
-        chunks = torch.arange(self._num_experts + 1)
-        chunks[:-1] = (
-            chunks[:-1].view(self._num_ranks, num_sharing_ranks, -1).transpose(0, 1).flatten()
+        # A rank's experts are chunks that are `num_ranks` apart; tokens are sorted by rank.
+        positions = torch.arange(self._num_experts + 1)
+        positions[:-1] = (
+            positions[:-1].view(self._num_ranks, num_sharing_ranks, -1).transpose(0, 1).flatten()
         )
-        self._positions = chunks if num_sharing_ranks > 1 else None
+        self._position_by_expert = positions if num_sharing_ranks > 1 else None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [tokens, width].
@@ -170,34 +170,24 @@ class _ExpertDispatch:
             top_k_index: [tokens, k], experts of the layer; `num_experts` stands for none (Zaya).
             top_k_weights: [tokens, k].
         """
-        expert_ids, k = top_k_index.reshape(-1), top_k_index.shape[-1]
-        if self._positions is not None:
-            self._positions = self._positions.to(expert_ids.device)
-            expert_ids = self._positions[expert_ids]
-        counts = expert_ids.new_zeros(self._num_experts + 1)
-        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
-        counts = counts[: self._num_experts]
-        local_counts = torch.empty_like(counts)  # of this rank's experts, by sending rank
-        dist.all_to_all_single(local_counts, counts, group=self._groups.exchange)
-        counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
-        message_sizes = _HostCopy(counts_by_rank.sum(2))
+        expert_ids, experts_per_token = top_k_index.reshape(-1), top_k_index.shape[-1]
+        if self._position_by_expert is not None:
+            self._position_by_expert = self._position_by_expert.to(expert_ids.device)
+            expert_ids = self._position_by_expert[expert_ids]
+        local_counts, message_sizes = self._exchange_counts(expert_ids)
         # The device has this to do while the host waits for the sizes.
         sent_order = expert_ids.argsort(stable=True)  # by expert, and so by rank
-        tokens = _to_autocast_dtype(hidden_states[sent_order // k])
+        tokens = _to_autocast_dtype(hidden_states[sent_order // experts_per_token])
         shards, weights = self._gather_local_weights()
         num_sent_by_rank, num_received_by_rank = message_sizes.wait()
-        if sum(num_sent_by_rank) < len(sent_order):  # the last ones have no expert
-            sent_order, tokens = (
-                sent_order[: sum(num_sent_by_rank)],
-                tokens[: sum(num_sent_by_rank)],
-            )
+        num_sent = sum(num_sent_by_rank)
+        if num_sent < len(sent_order):  # the last ones have no expert
+            sent_order, tokens = sent_order[:num_sent], tokens[:num_sent]
 
         tokens = all_to_all_single_autograd(
             tokens, num_received_by_rank, num_sent_by_rank, self._groups.exchange
         )
-        local_ids = torch.arange(self._num_local_experts, device=tokens.device)
-        local_ids = local_ids.repeat(self._num_ranks)
-        local_ids = local_ids.repeat_interleave(local_counts, output_size=sum(num_received_by_rank))
+        local_ids = self._list_local_ids(local_counts, num_tokens=sum(num_received_by_rank))
         outputs = self._run_local_experts(tokens, local_ids, weights)
         if self._groups.sharing is not None:
             outputs = _FreeExperts.apply(  # type: ignore[no-untyped-call]
@@ -213,6 +203,30 @@ class _ExpertDispatch:
         )
         weighted_outputs = outputs.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted_outputs.sum(1).to(hidden_states.dtype)
+
+    def _exchange_counts(self, expert_ids: Tensor) -> "tuple[Tensor, _HostCopy]":
+        """Tell each rank how many tokens its experts will get.
+
+        Args:
+            expert_ids: The experts in the order of the ranks, [tokens x k].
+
+        Returns:
+            The tokens for this rank's experts by sending rank and expert, [experts]; and the tokens
+            that this rank sends to, and receives from, each rank, [2, ranks].
+        """
+        counts = expert_ids.new_zeros(self._num_experts + 1)
+        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+        counts = counts[: self._num_experts]
+        local_counts = torch.empty_like(counts)
+        dist.all_to_all_single(local_counts, counts, group=self._groups.exchange)
+        counts_by_rank = torch.stack([counts, local_counts]).view(2, self._num_ranks, -1)
+        return local_counts, _HostCopy(counts_by_rank.sum(2))
+
+    def _list_local_ids(self, local_counts: Tensor, *, num_tokens: int) -> Tensor:
+        """Return the index of each received token's expert on this rank, [tokens]."""
+        local_ids = torch.arange(self._num_local_experts, device=local_counts.device)
+        local_ids = local_ids.repeat(self._num_ranks)
+        return local_ids.repeat_interleave(local_counts, output_size=num_tokens)
 
     def _gather_local_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this rank's shards of experts, and the weights of the experts that it computes."""
@@ -304,29 +318,40 @@ class _FreeExperts(torch.autograd.Function):
     """The identity on outputs of gathered experts, which frees these until the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, group: dist.ProcessGroup, *weights: Tensor) -> Tensor:
-        """Return the outputs; the weights are shards, and then what was gathered of each."""
+    def forward(
+        ctx: Any, outputs: Tensor, group: dist.ProcessGroup, *shards_and_weights: Tensor
+    ) -> Tensor:
+        """Free the gathered weights, and return the outputs.
+
+        Args:
+            ctx: The context of autograd.
+            outputs: The outputs of the experts.
+            group: The ranks with shards of these experts.
+            shards_and_weights: This rank's shards; then the weights gathered from each of them.
+        """
         ctx.group = group
         # A recomputation replaces the saved tensors by those that its products have saved.
-        ctx.save_for_backward(*weights)
+        ctx.save_for_backward(*shards_and_weights)
         is_recomputation = torch._C._current_graph_task_id() != -1
         if not is_recomputation:  # else the backward pass follows at once
-            for gathered in weights[len(weights) // 2 :]:
-                gathered.untyped_storage().resize_(0)
+            num_weights = len(shards_and_weights) // 2
+            for weight in shards_and_weights[num_weights:]:
+                weight.untyped_storage().resize_(0)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gather the weights again, into the memory that the products refer to."""
-        weights = ctx.saved_tensors
-        middle = len(weights) // 2
-        for shard, weight in zip(weights[:middle], weights[middle:], strict=True):
-            gathered = weight.data  # autograd would take a write for a change of the weight
-            if gathered.untyped_storage().size() == 0:
-                gathered.untyped_storage().resize_(gathered.nbytes)
-                shard_cast = shard.detach().to(gathered.dtype).contiguous()
-                dist.all_gather_into_tensor(gathered, shard_cast, group=ctx.group)
-        return gradients[0], None, *[None] * len(weights)
+        shards_and_weights = ctx.saved_tensors  # a checkpoint allows one access
+        num_weights = len(shards_and_weights) // 2
+        shards, weights = shards_and_weights[:num_weights], shards_and_weights[num_weights:]
+        for shard, weight in zip(shards, weights, strict=True):
+            freed_weight = weight.data  # autograd would take a write for a change of the weight
+            if freed_weight.untyped_storage().size() == 0:
+                freed_weight.untyped_storage().resize_(freed_weight.nbytes)
+                shard_cast = shard.detach().to(freed_weight.dtype).contiguous()
+                dist.all_gather_into_tensor(freed_weight, shard_cast, group=ctx.group)
+        return gradients[0], None, *[None] * (2 * num_weights)
 
 
 def _to_autocast_dtype(tokens: Tensor) -> Tensor:

@@ -43,11 +43,11 @@ def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
         name for name, module in model.named_modules() if module in router_modules
     ]
     # The filter of Accelerate before 1.15 that it names as its default fails on every model.
-    is_converted = functools.partial(
+    should_convert = functools.partial(
         filter_linear_layers,
         layers_to_filter=[*find_first_last_linear_layers(model), *router_layer_names],
     )
-    convert_model_to_fp8_ao(model, config=config, module_filter_func=is_converted)
+    convert_model_to_fp8_ao(model, config=config, module_filter_func=should_convert)
     num_converted = sum(type(module) not in original_types for module in model.modules())
     if not num_converted:
         raise ParallelError(

@@ -112,19 +112,23 @@ class ShardedStrategy(AcceleratedStrategy):
         if self.dims.shards_only_experts:
             self._divide_experts(self.model, self._gradient_mesh)
         elif self._num_gradient_ranks > 1:
-            blocks = [*find_blocks(self.model)]
-            embedding_and_head = _untied_embedding_and_head(self.loss)
-            self._divide_experts(self.model, self._gradient_mesh)
-            self._shard_modules(
-                self.loss, blocks, self._gradient_mesh, separate_modules=embedding_and_head
-            )
-            register_fsdp_forward_method(self.loss, "predictions")
-            if embedding_and_head:
-                self._shard_embedding_and_head(*embedding_and_head)
-            embedding, head = embedding_and_head[:1], embedding_and_head[1:]
-            _prefetch_in_order(self.loss, *embedding, *blocks, *head)
+            self._shard_weights()
         # The head belongs to the group of its loss, which is not inside the model.
         self._allocate_weights([self.loss, *([] if self._head is None else [self._head])])
+
+    def _shard_weights(self) -> None:
+        """Shard the experts, the blocks, and, if they are not tied, the embedding and the head."""
+        blocks = [*find_blocks(self.model)]
+        embedding_and_head = _untied_embedding_and_head(self.loss)
+        self._divide_experts(self.model, self._gradient_mesh)
+        self._shard_modules(
+            self.loss, blocks, self._gradient_mesh, separate_modules=embedding_and_head
+        )
+        register_fsdp_forward_method(self.loss, "predictions")
+        if embedding_and_head:
+            self._shard_embedding_and_head(*embedding_and_head)
+        embedding, head = embedding_and_head[:1], embedding_and_head[1:]
+        _prefetch_in_order(self.loss, *embedding, *blocks, *head)
 
     def _divide_layers(self) -> None:
         """Apply tensor parallelism before FSDP, which shards the results."""
@@ -470,24 +474,33 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def wrap_as_dtensor(local: Tensor, *, like: Tensor) -> Tensor:
-    """Return a local tensor, such as a moment, as the shard of a whole one, in the same memory.
+def wrap_as_dtensor(local_moment: Tensor, *, like: Tensor) -> Tensor:
+    """Return this rank's shard of a moment as a DTensor with the parameter's placements.
+
+    The DTensor shares the memory of the shard.
 
     Args:
-        local: A tensor in the shape of the parameter's shard, apart from dimensions of size 1 that
-            ranks do not divide; a scalar is returned unchanged.
+        local_moment: A tensor in the shape of the parameter's shard, apart from dimensions of size
+            1 that ranks do not divide; a scalar is returned unchanged.
         like: The parameter.
     """
-    if not isinstance(like, DTensor) or local.ndim == 0:
-        return local
+    if not isinstance(like, DTensor) or local_moment.ndim == 0:
+        return local_moment
     shape, stride = like.shape, like.stride()
-    local_shape = local_tensor(like).shape
-    if local.shape != local_shape:
-        sizes = zip(local.shape, local_shape, shape, strict=True)
-        shape = torch.Size([full if size == shard else size for size, shard, full in sizes])
+    shard_shape = local_tensor(like).shape
+    if local_moment.shape != shard_shape:
+        sizes = zip(local_moment.shape, shard_shape, shape, strict=True)
+        shape = torch.Size(
+            [full_size if size == shard_size else size for size, shard_size, full_size in sizes]
+        )
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+        local_moment,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
 
 

@@ -77,14 +77,14 @@ class ResidualStream:
         copied: Tensor = replicated.to_local(grad_placements=[Partial()])
         return copied
 
-    def add(self, product: Tensor, bias: Tensor | None) -> Tensor:
+    def reduce(self, partial_product: Tensor, bias: Tensor | None) -> Tensor:
         """Return the sum over ranks, plus the bias, in the layout of the residual stream.
 
         Args:
-            product: This rank's term, all tokens.
+            partial_product: This rank's term of the sum, for all tokens.
             bias: Added once and not by each rank; equal on all ranks.
         """
-        terms = DTensor.from_local(product, self._mesh, [Partial()], run_check=False)
+        terms = DTensor.from_local(partial_product, self._mesh, [Partial()], run_check=False)
         placement = _SHARDED_TOKENS if self.sharded else Replicate()
-        total: Tensor = terms.redistribute(placements=[placement]).to_local()
-        return total if bias is None else total + bias
+        product: Tensor = terms.redistribute(placements=[placement]).to_local()
+        return product if bias is None else product + bias

@@ -127,10 +127,17 @@ def init_shards(
         )
         full_model = make_meta_model()
         materialize(full_model, seed=seed, device=device)
-        target_by_name = _named_tensors(model)
-        for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
-            if name in target_by_name and name not in loaded_names:
-                _copy_shard(target_by_name[name], tensor.detach())
+        _copy_shards(full_model, model, loaded_names=loaded_names)
+
+
+def _copy_shards(
+    full_model: PreTrainedModel, model: PreTrainedModel, *, loaded_names: Container[str]
+) -> None:
+    """Copy this rank's shards of a whole model, except weights that are loaded from files."""
+    target_by_name = _named_tensors(model)
+    for name, tensor in [*full_model.named_parameters(), *full_model.named_buffers()]:
+        if name in target_by_name and name not in loaded_names:
+            _copy_shard(target_by_name[name], tensor.detach())
 
 
 def _exclude_tied_weights(meta_model: PreTrainedModel) -> None:
@@ -217,10 +224,8 @@ class ShardedDraws(KeyedDraws):
         self._store_open_tensor()
         target_names = self.tensor_names.intersection(self._target_by_name)
         tied_names = set(self._meta_model.all_tied_weights_keys)
-        unwritten_names = target_names - self.written_names - tied_names
-        if unwritten_names:
-            name_list = ", ".join(sorted(unwritten_names))
-            raise _NeedsWholeModelError(f"the constructor fills {name_list}.")
+        if unwritten_names := sorted(target_names - self.written_names - tied_names):
+            raise _NeedsWholeModelError(f"the constructor fills {', '.join(unwritten_names)}.")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -236,9 +241,8 @@ class ShardedDraws(KeyedDraws):
         else:
             target = args[0] if args else None
         name = self.tensor_name(target)
-        function_name = getattr(func, "__name__", "")
-        is_in_place = writes_in_place(func)
-        is_write = is_in_place or keyword == "out" or function_name in _IN_PLACE_OPERATORS
+        is_operator = getattr(func, "__name__", "") in _IN_PLACE_OPERATORS
+        is_write = writes_in_place(func) or keyword == "out" or is_operator
         if name is None or not is_write:
             return func(*args, **kwargs)
 
@@ -248,12 +252,8 @@ class ShardedDraws(KeyedDraws):
         if name not in self._target_by_name:
             return target
 
-        is_whole = target.numel() == self._meta_model.get_parameter_or_buffer(name).numel()
-        is_overwritten = is_whole and function_name in _OVERWRITING_FUNCTIONS
-        full_tensor = self._open_full_tensor(name, is_overwritten=is_overwritten)
-        # The write may go to a view of the parameter, such as a row.
-        view = full_tensor.as_strided(target.size(), target.stride(), target.storage_offset())
-        if is_in_place:
+        view = self._open_view(name, target, func)
+        if writes_in_place(func):
             self.seed_draw(name, target)
         if keyword is not None:
             kwargs[keyword] = view
@@ -261,6 +261,22 @@ class ShardedDraws(KeyedDraws):
         else:
             func(view, *args[1:], **kwargs)
         return target
+
+    def _open_view(self, name: str, meta_view: Tensor, func: Any) -> Tensor:
+        """Return the part of a whole parameter that a function writes to, such as a row.
+
+        Args:
+            name: Name of the parameter.
+            meta_view: The same part of the meta model's parameter, perhaps all of it.
+            func: The function.
+        """
+        is_whole = meta_view.numel() == self._meta_model.get_parameter_or_buffer(name).numel()
+        function_name = getattr(func, "__name__", "")
+        is_overwritten = is_whole and function_name in _OVERWRITING_FUNCTIONS
+        full_tensor = self._open_full_tensor(name, is_overwritten=is_overwritten)
+        return full_tensor.as_strided(
+            meta_view.size(), meta_view.stride(), meta_view.storage_offset()
+        )
 
     def _open_full_tensor(self, name: str, *, is_overwritten: bool) -> Tensor:
         """Return the whole of a parameter, with the values written to it so far.

@@ -50,16 +50,13 @@ def divide_layers(
         module = model.get_submodule(name)
         if style in patched_styles:
             patched_styles[style](module, mesh, stream)
-            continue
-        library_style = ALL_PARALLEL_STYLES[style]
-        for parameter, _ in list(module.named_parameters(recurse=False)):
-            library_style.shard_param(module, parameter, mesh)
-        library_style.install_forward(module, mesh)
+        else:
+            _apply_library_style(ALL_PARALLEL_STYLES[style], module, mesh)
     if sequence_parallel:
         _shard_residual_stream(model, stream, mesh)
     elif _find_dropout_fields(model, "att"):
         _separate_attention_dropout(model, plan, mesh)
-    for name, attribute in plan.per_rank.items():
+    for name, attribute in plan.divided_attributes.items():
         module = model.get_submodule(name)
         setattr(module, attribute, getattr(module, attribute) // mesh.size())
     model.tie_weights()
@@ -73,6 +70,13 @@ def _separate_attention_dropout(model: PreTrainedModel, plan: TensorPlan, mesh: 
             rng.begin_after(model.get_submodule(name))
         elif "att" in name and style in _ROW_STYLES:
             rng.end_before(model.get_submodule(name))
+
+
+def _apply_library_style(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the parameters of a layer, and change its forward, by a style of transformers."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        style.shard_param(module, name, mesh)
+    style.install_forward(module, mesh)
 
 
 def check_compiled_dropout(model: PreTrainedModel, *, sequence_parallel: bool) -> None:
@@ -194,7 +198,7 @@ def _shard_rows(
     def forward(inputs: Tensor) -> Tensor:
         weight = module.weight.to_local()
         product = F.linear(inputs, weight.t() if transposed else weight)
-        return stream.add(product, module.bias)
+        return stream.reduce(product, module.bias)
 
     module.forward = forward
 

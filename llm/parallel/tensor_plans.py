@@ -34,12 +34,12 @@ class TensorPlan:
 
     Attributes:
         styles: Style by the module's name; `*` stands for the number of a layer.
-        per_rank: By the module's name, the attribute to divide by the number of ranks, such as its
+        divided_attributes: By the module's name, the attribute to divide by the ranks, such as its
             number of heads.
     """
 
     styles: Mapping[str, str]
-    per_rank: Mapping[str, str] = field(default_factory=dict)
+    divided_attributes: Mapping[str, str] = field(default_factory=dict)
 
 
 _TENSOR_PLANS = {
@@ -52,7 +52,7 @@ _TENSOR_PLANS = {
             "transformer.h.*.mlp.c_proj": "conv1d_rowwise",
             "lm_head": "colwise_gather_output",
         },
-        per_rank={"transformer.h.*.attn": "split_size"},
+        divided_attributes={"transformer.h.*.attn": "split_size"},
     ),
     "gpt_neo": TensorPlan(
         styles={
@@ -65,7 +65,7 @@ _TENSOR_PLANS = {
             "transformer.h.*.mlp.c_proj": "rowwise",
             "lm_head": "colwise_gather_output",
         },
-        per_rank={"transformer.h.*.attn.attention": "num_heads"},
+        divided_attributes={"transformer.h.*.attn.attention": "num_heads"},
     ),
     "opt": TensorPlan(
         styles={
@@ -78,7 +78,7 @@ _TENSOR_PLANS = {
             "model.decoder.layers.*.fc2": "rowwise",
             "lm_head": "colwise_gather_output",
         },
-        per_rank={"model.decoder.layers.*.self_attn": "num_heads"},
+        divided_attributes={"model.decoder.layers.*.self_attn": "num_heads"},
     ),
 }
 
@@ -133,6 +133,17 @@ def check_tensor_parallel(config: PreTrainedConfig, num_ranks: int) -> None:
             f"none exists; divide its weights with --data_parallel_shard_size {num_ranks}, or "
             f"choose one of {', '.join(list_planned_model_types())}."
         )
+    _check_head_counts(model_type, text_config, num_ranks)
+    vocab_size = text_config.vocab_size
+    if -(-vocab_size // num_ranks) * (num_ranks - 1) >= vocab_size:
+        raise ConfigError(
+            f"--tensor_parallel_size {num_ranks} leaves a rank without a row of the {vocab_size} "
+            "of the vocabulary; make it smaller."
+        )
+
+
+def _check_head_counts(model_type: str, text_config: PreTrainedConfig, num_ranks: int) -> None:
+    """Refuse attention heads that the plan divides over ranks, and that these do not divide."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         num_heads = getattr(text_config, name, None)
         is_divisible = num_heads is None or num_heads % num_ranks == 0
@@ -142,12 +153,6 @@ def check_tensor_parallel(config: PreTrainedConfig, num_ranks: int) -> None:
                 f"{model_type}; choose a size that does, and --data_parallel_shard_size for the "
                 "rest."
             )
-    vocab_size = text_config.vocab_size
-    if -(-vocab_size // num_ranks) * (num_ranks - 1) >= vocab_size:
-        raise ConfigError(
-            f"--tensor_parallel_size {num_ranks} leaves a rank without a row of the {vocab_size} "
-            "of the vocabulary; make it smaller."
-        )
 
 
 def check_sequence_parallel(config: PreTrainedConfig) -> None:
@@ -200,10 +205,18 @@ def make_tensor_plan(model: PreTrainedModel) -> TensorPlan:
     if llm_plan is not None:
         return TensorPlan(
             styles=_match_modules(model, llm_plan.styles),
-            per_rank=_match_modules(model, llm_plan.per_rank),
+            divided_attributes=_match_modules(model, llm_plan.divided_attributes),
         )
     styles = _match_modules(model, _read_library_styles(model))
-    # It is applied to this rank's columns alone, so that its gradient is partial.
+    _check_partial_gradients(model, styles)
+    return TensorPlan(styles=styles)
+
+
+def _check_partial_gradients(model: PreTrainedModel, styles: Mapping[str, str]) -> None:
+    """Refuse a plan with a whole weight next to divided columns, such as a norm of the queries.
+
+    Each rank would apply it to its columns alone, so that its gradient would be partial.
+    """
     column_parents = {
         name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"
     }
@@ -216,7 +229,6 @@ def make_tensor_plan(model: PreTrainedModel) -> TensorPlan:
                 f"--tensor_parallel_size does not go with {model.config.model_type}: its plan "
                 f"divides what lies around {name}, but not that; use --data_parallel_shard_size."
             )
-    return TensorPlan(styles=styles)
 
 
 def _read_library_styles(model: PreTrainedModel) -> dict[str, str]:

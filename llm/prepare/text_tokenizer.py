@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from llm.errors import ConfigError
 from llm.tokenizers.load_tokenizer import (
     TokenizerFiles,
-    backend_fingerprint,
+    compute_backend_fingerprint,
+    compute_fingerprint,
     count_ids,
     find_end_of_text,
-    fingerprint,
     load_tokenizer,
     locate_tokenizer,
 )
@@ -109,7 +109,7 @@ def wrap_transformers_tokenizer(tokenizer: "PreTrainedTokenizerBase", name: str)
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         size=count_ids(backend, len(tokenizer)),
-        fingerprint=fingerprint(tokenizer),
+        fingerprint=compute_fingerprint(tokenizer),
     )
 
 
@@ -142,7 +142,7 @@ def _load_without_transformers(files: TokenizerFiles, name: str) -> TextTokenize
         backend=backend,
         encode_slow=None,
         size=count_ids(backend, 0),
-        fingerprint=backend_fingerprint(backend, **boundary_tokens),
+        fingerprint=compute_backend_fingerprint(backend, **boundary_tokens),
         **boundary_tokens,
     )
 

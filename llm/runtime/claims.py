@@ -137,8 +137,8 @@ class Claim:
                     return
 
 
-def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
-    """Return the newest claim in a folder if its process is not known to be dead.
+def read_live_claim_age(folder: Path, name: str) -> dict[Path, float]:
+    """Return the age of the newest claim in a folder, unless its process is known to be dead.
 
     A process is known to be dead if it has ended on this machine, or if its last heartbeat is older
     than `EXPIRY_SECONDS`.
@@ -148,16 +148,18 @@ def heartbeat_ages(folder: Path, name: str) -> dict[Path, float]:
         name: The beginning of the claim's file names.
 
     Returns:
-        The seconds since the last heartbeat by path, at least 0.
+        The seconds since the last heartbeat, at least 0, by the claim's path; empty without a
+        claim.
     """
-    ages = {}
     claim_paths = sorted(folder.glob(f"{name}-[0-9]*"), key=lambda path: (len(path.name), path))
-    for path in claim_paths[-1:]:  # it has replaced the others
-        modified_at = _modification_time_ns(path) / 1e9
-        age = max(0.0, time.time() - modified_at) if modified_at else 0.0
-        if age <= EXPIRY_SECONDS and not _has_dead_owner(path):
-            ages[path] = age
-    return ages
+    if not claim_paths:
+        return {}
+    newest_path = claim_paths[-1]  # it has replaced the others
+    modified_at = _modification_time_ns(newest_path) / 1e9
+    age = max(0.0, time.time() - modified_at) if modified_at else 0.0
+    if age > EXPIRY_SECONDS or _has_dead_owner(newest_path):
+        return {}
+    return {newest_path: age}
 
 
 def _read_pid_namespace() -> str:

@@ -312,16 +312,13 @@ class Health:
         hung_peer = min(
             silent_peers or late_peers, key=lambda peer: (peer.heartbeat["step"], peer.progress_at)
         )
-        heartbeat = hung_peer.heartbeat
-        hung_name = heartbeat["name"]
-        is_same_step = all(peer.heartbeat["step"] == heartbeat["step"] for peer in peers)
+        hung_step = hung_peer.heartbeat["step"]
+        is_same_step = all(peer.heartbeat["step"] == hung_step for peer in peers)
+        hung_name = hung_peer.heartbeat["name"]
         if is_same_step and not silent_peers:  # nothing tells which rank the others wait for
             hung_name = self._describe_connected_ranks()
         limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
-        return (
-            f"{hung_name} hangs: no progress for {checked_at - hung_peer.progress_at:.0f} s of its "
-            f"{heartbeat['phase']} after step {heartbeat['step']} (limit {limit:g} s)"
-        )
+        return _describe_hang(hung_name, hung_peer, checked_at, limit=limit)
 
     def _describe_connected_ranks(self) -> str:
         """Return "every rank", with their number if some rank has not connected."""
@@ -362,3 +359,18 @@ class Health:
         for backend, dump_name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, dump_name, None)) is not None:
                 (self._stacks_folder / f"{backend}_rank_{self._rank}").write_bytes(dump())
+
+
+def _describe_hang(name: str, peer: _Peer, checked_at: float, *, limit: float) -> str:
+    """Return the failure of a rank without progress, as a clause.
+
+    Args:
+        name: The rank, or the ranks of which one hangs.
+        peer: Its last heartbeat.
+        checked_at: Time of the check on the monotonic clock.
+        limit: Seconds that it may take.
+    """
+    return (
+        f"{name} hangs: no progress for {checked_at - peer.progress_at:.0f} s of its "
+        f"{peer.heartbeat['phase']} after step {peer.heartbeat['step']} (limit {limit:g} s)"
+    )

@@ -1,7 +1,7 @@
 """Which rank this process is, under torchrun, srun or mpiexec, and which device it uses.
 
 torch and Accelerate read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun
-sets. srun and mpiexec set different variables; `adopt_launcher` translates them.
+sets. srun and mpiexec set different variables; `set_torchrun_variables` translates them.
 """
 
 import itertools
@@ -136,7 +136,7 @@ def device_of(world: World) -> "torch.device":
     return torch.device("cpu")
 
 
-def adopt_launcher() -> None:
+def set_torchrun_variables() -> None:
     """Set torchrun's variables under srun and mpiexec; call before torch reads them.
 
     Changes nothing under torchrun or in a single process.

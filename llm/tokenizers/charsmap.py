@@ -11,7 +11,7 @@ import itertools
 import struct
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ def make_charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     from tokenizers import Regex, normalizers
 
     rules = _read_rules(charsmap)
-    firsts_by_second = _find_neighbors(rules)
-    joining_characters = {*firsts_by_second, *_find_composing_characters(rules, firsts_by_second)}
+    predecessors_by_character = _find_predecessors(rules)
+    composing_characters = _find_composing_characters(rules, predecessors_by_character)
+    joining_characters = {*predecessors_by_character, *composing_characters}
     joining_ranges = _format_class_ranges(joining_characters)
     joining_class = f"[{joining_ranges}\\p{{M}}]"
-    joined_pairs = _make_joined_pairs_pattern(firsts_by_second)
+    joined_pairs = _make_joined_pairs_pattern(predecessors_by_character)
     not_joined = f"(?!{joined_pairs})" if joined_pairs else ""
     # Not at the beginning of a text, where the library cannot insert an empty match.
     after_any_character = r"(?<=[\s\S])"
@@ -55,23 +56,23 @@ def make_charsmap_normalizers(charsmap: bytes) -> "list[Normalizer]":
     ]
 
 
-def _find_neighbors(rules: Iterable[str]) -> Mapping[str, set[str]]:
+def _find_predecessors(rules: Iterable[str]) -> Mapping[str, set[str]]:
     """Return the characters in front of each character in the sequences of the rules."""
-    firsts_by_second: defaultdict[str, set[str]] = defaultdict(set)
+    predecessors_by_character: defaultdict[str, set[str]] = defaultdict(set)
     for sequence in rules:
-        for first, second in itertools.pairwise(sequence):
-            firsts_by_second[second].add(first)
-    return firsts_by_second
+        for predecessor, character in itertools.pairwise(sequence):
+            predecessors_by_character[character].add(predecessor)
+    return predecessors_by_character
 
 
-def _make_joined_pairs_pattern(firsts_by_second: Mapping[str, set[str]]) -> str:
+def _make_joined_pairs_pattern(predecessors_by_character: Mapping[str, set[str]]) -> str:
     """Return a pattern of the places between two neighbors of a rule; empty without rules."""
-    seconds_by_firsts: defaultdict[frozenset[str], set[str]] = defaultdict(set)
-    for second, firsts in firsts_by_second.items():
-        seconds_by_firsts[frozenset(firsts)].add(second)
+    characters_by_predecessors: defaultdict[frozenset[str], set[str]] = defaultdict(set)
+    for character, predecessors in predecessors_by_character.items():
+        characters_by_predecessors[frozenset(predecessors)].add(character)
     return "|".join(
-        f"(?<=[{_format_class_ranges(firsts)}])(?=[{_format_class_ranges(seconds)}])"
-        for firsts, seconds in seconds_by_firsts.items()
+        f"(?<=[{_format_class_ranges(predecessors)}])(?=[{_format_class_ranges(characters)}])"
+        for predecessors, characters in characters_by_predecessors.items()
     )
 
 
@@ -129,15 +130,19 @@ def _child_offset(unit: int) -> int:
 
 
 def _find_composing_characters(
-    rules: Mapping[str, str], second_characters: Iterable[str]
+    rules: Mapping[str, str], joined_characters: Container[str]
 ) -> set[str]:
-    """Return characters with a replacement that could compose with the one in front."""
-    seconds = set(second_characters)
+    """Return characters with a replacement that could compose with the character in front.
+
+    Args:
+        rules: The replacement of each sequence of characters.
+        joined_characters: Characters that a rule joins with the one in front.
+    """
     composing_characters = set()
     for sequence, replacement in rules.items():
         if len(sequence) == 1 and replacement:
             is_mark = unicodedata.category(replacement[0]).startswith("M")
-            if is_mark or replacement[0] in seconds:
+            if is_mark or replacement[0] in joined_characters:
                 composing_characters.add(sequence)
     return composing_characters
 

@@ -52,16 +52,22 @@ def restore_file_rules(
     )
     if _id_rules(generic_tokenizer.backend_tokenizer) == class_rules:
         return tokenizer
-    vocabulary = generic_tokenizer.get_vocab()
-    for token_name, token in tokenizer.special_tokens_map.items():
-        # The class names tokens that the files do not.
-        if getattr(generic_tokenizer, token_name, None) is None and token in vocabulary:
-            setattr(generic_tokenizer, token_name, token)
+    _add_special_tokens(generic_tokenizer, tokenizer)
     logger.info(
         f"The tokenizer {name} has the rules of its tokenizer.json. transformers' class "
         f"{type(tokenizer).__name__} would replace some of them and could give other ids."
     )
     return generic_tokenizer
+
+
+def _add_special_tokens(
+    tokenizer: "PreTrainedTokenizerBase", class_tokenizer: "PreTrainedTokenizerBase"
+) -> None:
+    """Give a tokenizer the special tokens that another class names and its files do not."""
+    vocabulary = tokenizer.get_vocab()
+    for token_name, token in class_tokenizer.special_tokens_map.items():
+        if getattr(tokenizer, token_name, None) is None and token in vocabulary:
+            setattr(tokenizer, token_name, token)
 
 
 def _find_tokenizer_json(name: str) -> str | None:

@@ -112,12 +112,13 @@ def _has_any_file(folder: Path, names: Sequence[str]) -> bool:
 
 def _locate_gpt2_files(vocab_file: str | None, merges_file: str | None) -> TokenizerFiles:
     """Return GPT-2's two files; refuse one without the other, or one that does not exist."""
-    if vocab_file is None or merges_file is None:
-        given_option, missing_option = ("--vocab_file", "--merges_file")
-        if vocab_file is None:
-            given_option, missing_option = missing_option, given_option
+    if vocab_file is None:
         raise ConfigError(
-            f"{given_option} is given without {missing_option}: GPT-2's tokenizer needs both."
+            "--merges_file is given without --vocab_file: GPT-2's tokenizer needs both."
+        )
+    if merges_file is None:
+        raise ConfigError(
+            "--vocab_file is given without --merges_file: GPT-2's tokenizer needs both."
         )
     for option, file in (("--vocab_file", vocab_file), ("--merges_file", merges_file)):
         if not Path(file).is_file():
@@ -169,13 +170,17 @@ def load_tokenizer(
             raise ConfigError(_describe_load_error(files, error, local_files_only)) from error
     # A setting of this call, which `save_pretrained` would write into the copies of the tokenizer.
     tokenizer.init_kwargs.pop("local_files_only", None)
-    # Documents are encoded whole, regardless of the model's length, and without padding.
+    _encode_texts_of_any_length(tokenizer)
+    return tokenizer
+
+
+def _encode_texts_of_any_length(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Turn off truncation and padding, and the warning about texts longer than the model."""
     tokenizer.deprecation_warnings[_LENGTH_WARNING] = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
-    return tokenizer
 
 
 def _read_by_transformers(
@@ -265,7 +270,7 @@ def _describe_load_error(files: TokenizerFiles, error: Exception, local_files_on
     )
 
 
-def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+def compute_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return sixteen hex digits, equal for tokenizers that give every text the same ids.
 
     It covers the ids of texts encoded without special tokens, and the ids of the tokens that begin
@@ -275,7 +280,9 @@ def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     bos_token_id, eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return backend_fingerprint(backend, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+        return compute_backend_fingerprint(
+            backend, bos_token_id=bos_token_id, eos_token_id=eos_token_id
+        )
     state = {
         "class": type(tokenizer).__name__,
         "vocab": tokenizer.get_vocab(),
@@ -321,10 +328,10 @@ def choose_begin_token(bos_token_id: int | None, prepend_bos: bool) -> int | Non
     return bos_token_id if prepend_bos else None
 
 
-def backend_fingerprint(
+def compute_backend_fingerprint(
     backend: "Tokenizer", *, bos_token_id: int | None, eos_token_id: int | None
 ) -> str:
-    """Return the `fingerprint` of a tokenizer written in Rust.
+    """Return the fingerprint of a tokenizer written in Rust.
 
     Template, decoder, truncation and padding are left out: they do not change these ids.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.errors import one_line
-from llm.tokenizers.load_tokenizer import PROBE, fingerprint
+from llm.tokenizers.load_tokenizer import PROBE, compute_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def _find_id_mismatch(
         reloaded = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-        has_same_rules = fingerprint(reloaded) == fingerprint(tokenizer)
+        has_same_rules = compute_fingerprint(reloaded) == compute_fingerprint(tokenizer)
         has_same_template = reloaded(PROBE)["input_ids"] == tokenizer(PROBE)["input_ids"]
     except Exception as error:  # the libraries raise many types of errors
         return f"cannot read it: {one_line(error)}"

@@ -288,21 +288,26 @@ def _make_unknown_letters_pattern(proto: Any) -> str:
         piece.piece for piece in proto.pieces if piece.type == _NORMAL and len(piece.piece) == 1
     }
     names = {piece.piece for piece in proto.pieces if piece.type in (_UNKNOWN, _CONTROL)}
-    patterns = []
-    for name in sorted(names):
-        is_unknown = [letter not in letters_with_piece for letter in name]
-        if any(is_unknown):
-            # Split off the first run of unknown letters.
-            run_start = is_unknown.index(True)
-            run_length = len(list(itertools.takewhile(bool, is_unknown[run_start:])))
-            run_end = run_start + run_length
-            prefix, unknown_run, suffix = map(
-                re.escape, (name[:run_start], name[run_start:run_end], name[run_end:])
-            )
-            patterns.append(_make_pattern_between(prefix, unknown_run, suffix))
+    patterns = [
+        _make_unknown_run_pattern(name, letters_with_piece)
+        for name in sorted(names)
+        if not letters_with_piece.issuperset(name)
+    ]
     if any(piece.type == _BYTE for piece in proto.pieces):
         patterns += _make_unknown_byte_patterns(letters_with_piece)
     return "|".join(patterns)
+
+
+def _make_unknown_run_pattern(name: str, letters_with_piece: set[str]) -> str:
+    """Return a pattern of the first run of letters without a piece in a name, which has one."""
+    is_unknown = [letter not in letters_with_piece for letter in name]
+    run_start = is_unknown.index(True)
+    run_length = len(list(itertools.takewhile(bool, is_unknown[run_start:])))
+    run_end = run_start + run_length
+    prefix, unknown_run, suffix = map(
+        re.escape, (name[:run_start], name[run_start:run_end], name[run_end:])
+    )
+    return _make_pattern_between(prefix, unknown_run, suffix)
 
 
 def _make_unknown_byte_patterns(letters_with_piece: set[str]) -> list[str]:

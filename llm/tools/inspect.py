@@ -223,7 +223,7 @@ def _load_decoder(
     else:
         tokenizer_options = _recorded_tokenizer(sidecar.tokenizer)
     from llm.runtime.logging import quiet_libraries
-    from llm.tokenizers.load_tokenizer import fingerprint, load_tokenizer
+    from llm.tokenizers.load_tokenizer import compute_fingerprint, load_tokenizer
 
     quiet_libraries()
     try:
@@ -237,11 +237,11 @@ def _load_decoder(
         if is_named:
             raise
         return None, f"Not shown as text: {error}"
-    if sidecar is None or fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
+    if sidecar is None or compute_fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
         return tokenizer, None
     return tokenizer, (
-        f"This tokenizer's fingerprint is {fingerprint(tokenizer)}, but the files were made with "
-        f"{sidecar.tokenizer_fingerprint}: the text may be wrong."
+        f"This tokenizer's fingerprint is {compute_fingerprint(tokenizer)}, but the files were "
+        f"made with {sidecar.tokenizer_fingerprint}: the text may be wrong."
     )
 
 

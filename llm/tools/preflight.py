@@ -30,9 +30,9 @@ from llm.runtime.logging import counted
 from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import (
     World,
-    adopt_launcher,
     device_of,
     read_job_hosts,
+    set_torchrun_variables,
     world_from_environment,
 )
 from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, minority, short_name
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         prog="llm-trainers preflight",
         description="Check that every rank of a job answers, and time its network.",
     )
-    adopt_launcher()
+    set_torchrun_variables()
     raise_file_limit()
     return check_rank(options, world_from_environment())
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llm.parallel.accelerator import allow_new_groups
+from llm.parallel.accelerator import unbind_unsplittable_group
 from tests.support import made_up_device
 from tests.support.ranks import run_ranks, values
 
@@ -38,7 +38,7 @@ def split_error():
 
 def make_groups():
     device = form_default_group()
-    allow_new_groups(device)
+    unbind_unsplittable_group(device)
     mesh = mesh_of(device)
     # That of the owners of matrices.
     owners = mesh["shard", "tensor"]._flatten("matrices")
@@ -50,7 +50,7 @@ def make_groups():
 
 
 def test_torch_splits_the_default_group_that_is_bound_to_a_device():
-    """Once this fails, torch has learned what `allow_new_groups` is for."""
+    """Once this fails, torch has learned what `unbind_unsplittable_group` is for."""
     [error] = values(run_ranks(split_error, 1))
     assert "does not support splitting" in error
 
@@ -66,6 +66,6 @@ def test_a_backend_that_splits_groups_keeps_its_device(splits, device, monkeypat
     group = SimpleNamespace(bound_device_id="a device", _get_backend=lambda device: backend)
     monkeypatch.setattr("torch.distributed.group", SimpleNamespace(WORLD=group))
 
-    allow_new_groups("a device")
+    unbind_unsplittable_group("a device")
 
     assert group.bound_device_id == device

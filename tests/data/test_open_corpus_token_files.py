@@ -4,12 +4,12 @@ import pytest
 from llm.data.open_corpus import open_corpus
 from llm.data.options import DataOptions
 from llm.errors import DataError
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from tests.support.token_files import describe, random_documents, write_pair
 from tests.support.tokenizers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-FINGERPRINT = fingerprint(TOKENIZER)
+FINGERPRINT = compute_fingerprint(TOKENIZER)
 
 
 def opened(*, document_boundaries=None, vocab_size=300, **options):

@@ -19,7 +19,7 @@ from llm.data.text_identity import file_stamp
 from llm.data.text_to_tokens import Text, TextEncoding, TextJob, TokenizerCopy, run_text_job
 from llm.errors import ConfigError, DataError
 from llm.prepare import run_text
-from llm.tokenizers.load_tokenizer import choose_end_token, count_ids, fingerprint
+from llm.tokenizers.load_tokenizer import choose_end_token, compute_fingerprint, count_ids
 from tests.support.processes import is_alive, wait_until
 from tests.support.texts import write
 from tests.support.tokenizers import tiny_tokenizer
@@ -29,7 +29,7 @@ def encoding(tokenizer=None):
     tokenizer = tokenizer or tiny_tokenizer()
     return TextEncoding(
         tokenizer=tokenizer,
-        fingerprint=fingerprint(tokenizer),
+        fingerprint=compute_fingerprint(tokenizer),
         size=count_ids(getattr(tokenizer, "backend_tokenizer", None), len(tokenizer)),
         end_token=choose_end_token(tokenizer.eos_token_id, append_eos=True),
         dtype="uint16",
@@ -85,7 +85,7 @@ def test_a_tokenizer_in_python_gives_the_same_ids_in_the_process(tmp_path):
     made = prepared(tmp_path / "made", text(file), ByT5Tokenizer())
 
     assert made.tokens.tolist() == ByT5Tokenizer().encode("the fox\n")
-    assert read_sidecar(made.prefix).tokenizer_fingerprint == fingerprint(ByT5Tokenizer())
+    assert read_sidecar(made.prefix).tokenizer_fingerprint == compute_fingerprint(ByT5Tokenizer())
 
 
 def job_of(file):
@@ -97,7 +97,7 @@ def job_of(file):
         bos_token_id=None,
         eos_token_id=0,
         size=len(tokenizer),
-        fingerprint=fingerprint(tokenizer),
+        fingerprint=compute_fingerprint(tokenizer),
     )
     return TextJob(
         text=text(file),

@@ -17,7 +17,7 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.patches.experts import autocast_grouped_products
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import (
-    check_device,
+    check_gpus_visible,
     check_precision,
     ddp_settings,
     form_default_group,
@@ -372,14 +372,14 @@ def test_a_run_on_gpus_that_torch_does_not_see_is_refused(cuda, remedy, tmp_path
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     with pytest.raises(ParallelError, match=rf"{remedy}.*CUDA_VISIBLE_DEVICES to an empty string"):
-        check_device(torch.device("cpu"))
+        check_gpus_visible(torch.device("cpu"))
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    check_device(torch.device("cpu"))
+    check_gpus_visible(torch.device("cpu"))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    check_device(torch.device("cpu"))
+    check_gpus_visible(torch.device("cpu"))
 
 
 def test_bf16_that_a_gpu_only_emulates_is_refused(monkeypatch):
@@ -402,7 +402,7 @@ def test_the_default_group_knows_its_device_and_time_out(device, backends, monke
         "torch.distributed.init_process_group",
         lambda *args, **kwargs: formed.append((args, kwargs)),
     )
-    monkeypatch.setattr("llm.parallel.accelerator.allow_new_groups", lambda device: None)
+    monkeypatch.setattr("llm.parallel.accelerator.unbind_unsplittable_group", lambda device: None)
 
     form_default_group(torch.device(device), timeout=timedelta(minutes=31))
 

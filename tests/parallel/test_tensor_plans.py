@@ -53,7 +53,7 @@ def test_a_plan_names_the_modules_of_each_layer():
     assert plan.styles["transformer.h.1.attn.c_attn"] == "conv1d_heads"
     assert plan.styles["transformer.wte"] == "embedding_rowwise"
     assert len(plan.styles) == 2 * 4 + 2
-    assert plan.per_rank == {f"transformer.h.{n}.attn": "split_size" for n in range(2)}
+    assert plan.divided_attributes == {f"transformer.h.{n}.attn": "split_size" for n in range(2)}
     plan = make_tensor_plan(empty_model(tiny_config("qwen3")))
     assert plan.styles["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
 

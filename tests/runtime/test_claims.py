@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llm.runtime import claims
-from llm.runtime.claims import Claim, heartbeat_ages
+from llm.runtime.claims import Claim, read_live_claim_age
 
 
 @pytest.fixture
@@ -83,4 +83,4 @@ def test_an_empty_claim_is_no_sign_of_a_loss(tmp_path, clock):
 def test_only_the_newest_claim_counts(tmp_path):
     for name in ("run-9", "run-10"):
         (tmp_path / name).write_text("1 another-boot pid:[1]")
-    assert [path.name for path in heartbeat_ages(tmp_path, "run")] == ["run-10"]
+    assert [path.name for path in read_live_claim_age(tmp_path, "run")] == ["run-10"]

@@ -10,13 +10,13 @@ from llm.errors import ParallelError
 from llm.runtime.srun_shell import is_interactive_shell
 from llm.runtime.world import (
     World,
-    adopt_launcher,
     device_of,
     expand_nodelist,
     is_on_one_host,
     ranks_per_node,
     read_job_hosts,
     read_rank_variables,
+    set_torchrun_variables,
     world_from_environment,
 )
 
@@ -54,7 +54,7 @@ def environ(monkeypatch):
         if name.startswith(("SLURM", "PBS", "PMI", "PALS", "MPI", "OMPI", "MASTER", "RANK")):
             monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # so that what adopt_launcher sets is undone
+        monkeypatch.setenv(name, "")  # so that what set_torchrun_variables sets is undone
         monkeypatch.delenv(name)
     return monkeypatch
 
@@ -108,14 +108,14 @@ def test_ranks_of_torchrun_within_a_task_are_left_as_they_are(environ):
     for name, value in before.items():
         environ.setenv(name, value)
     assert read_rank_variables(before) == {}
-    adopt_launcher()
+    set_torchrun_variables()
     assert {name: os.environ[name] for name in before} == before
 
 
 def test_srun_variables_give_torch_its_ranks_and_the_address_of_rank_0(environ):
     for name, value in TASK_3_OF_4.items():
         environ.setenv(name, value)
-    adopt_launcher()
+    set_torchrun_variables()
     told = {name: os.environ[name] for name in UNDER_TORCHRUN}
     assert told == {**RANK_3_OF_4, "MASTER_ADDR": "node1", "MASTER_PORT": "21050"}
 
@@ -126,7 +126,7 @@ def test_every_job_and_step_has_a_separate_port(environ):
         environ.delenv("MASTER_PORT", raising=False)
         for name, value in {**TASK_3_OF_4, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}.items():
             environ.setenv(name, value)
-        adopt_launcher()
+        set_torchrun_variables()
         ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 3
     assert all(20000 <= port < 30000 for port in ports)
@@ -136,7 +136,7 @@ def test_variables_that_a_script_exports_are_kept(environ):
     exported = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "3442"}
     for name, value in {**TASK_3_OF_4, **exported}.items():
         environ.setenv(name, value)
-    adopt_launcher()
+    set_torchrun_variables()
     assert {name: os.environ[name] for name in exported} == exported
     assert os.environ["LOCAL_RANK"] == "1"
 
@@ -149,7 +149,7 @@ def test_under_mpiexec_rank_0_is_on_the_first_host_of_the_job(environ, tmp_path)
     for name, value in {"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1"}.items():
         environ.setenv(name, value)
     environ.setenv("PALS_RANKID", "3")
-    adopt_launcher()
+    set_torchrun_variables()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("x3001.hsn", "25576")
     assert read_job_hosts(os.environ) == ["x3001.hsn", "x3002.hsn"]
 
@@ -158,7 +158,7 @@ def test_mpiexec_on_one_machine_needs_no_address(environ):
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     for name, value in hydra.items():
         environ.setenv(name, value)
-    adopt_launcher()
+    set_torchrun_variables()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
 
 
@@ -167,7 +167,7 @@ def test_mpiexec_on_unknown_hosts_asks_for_the_address(environ):
     for name, value in hydra.items():
         environ.setenv(name, value)
     with pytest.raises(ParallelError, match="export MASTER_ADDR"):
-        adopt_launcher()
+        set_torchrun_variables()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_variables_that_are_no_launchers_are_refused(environ, variables, sentenc
     for name, value in variables.items():
         environ.setenv(name, value)
     with pytest.raises(ParallelError, match=sentence):
-        adopt_launcher()
+        set_torchrun_variables()
 
 
 def test_the_trainer_refuses_such_variables_in_one_sentence(environ):

@@ -16,7 +16,7 @@ from llm.extensions.matrix_optim.muon import make_muon
 from llm.optim.groups import parameter_groups
 from llm.optim.optimizers import make_adamw
 from llm.optim.run_optimizer import OptimizerFactory
-from llm.parallel import buckets
+from llm.parallel import flat_buffers
 from llm.parallel.base import AcceleratedStrategy
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.layouts import cpu_accelerator
@@ -82,7 +82,7 @@ class Case:
     sync_every: int | None = None
     max_grad_norm: float = 0.0
     accumulation: int = 1
-    bucket_bytes: int = 100
+    buffer_bytes: int = 100
     unused: bool = True
     steps: int = 7
 
@@ -112,7 +112,7 @@ def trained(model: nn.Module) -> torch.Tensor:
 
 def make_strategy(case: Case, mixed_precision: str = "no") -> DecentralizedStrategy:
     """A prepared strategy on the ranks that there are."""
-    buckets.BUCKET_BYTES = case.bucket_bytes
+    flat_buffers.MAX_BUFFER_BYTES = case.buffer_bytes
     accelerator = cpu_accelerator(mixed_precision)
     each = case.ranks_per_node if case.nodes else 1
     rounds = make_rounds(

@@ -7,7 +7,7 @@ from tokenizers import decoders, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 from llm.errors import ConfigError
-from llm.tokenizers.load_tokenizer import choose_end_token, fingerprint, load_tokenizer
+from llm.tokenizers.load_tokenizer import choose_end_token, compute_fingerprint, load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.ranks import run_ranks, values
 from tests.support.tokenizers import tiny_tokenizer
@@ -41,7 +41,7 @@ def test_a_folder_a_file_and_a_lone_file_give_the_same_ids(folder, tmp_path):
     expected = tiny_tokenizer()(TEXT)["input_ids"]
     assert [tokenizer(TEXT)["input_ids"] for tokenizer in loaded] == [expected] * 3
     assert {tokenizer.eos_token for tokenizer in loaded} == {"<|endoftext|>"}
-    assert len({fingerprint(tokenizer) for tokenizer in loaded}) == 1
+    assert len({compute_fingerprint(tokenizer) for tokenizer in loaded}) == 1
 
 
 def test_gpt2s_two_files_give_the_ids_of_their_byte_level_bpe(pair):
@@ -106,17 +106,17 @@ def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(monkeypatch, 
 
 def test_the_fingerprint_survives_saving_truncation_and_padding(tmp_path):
     tokenizer = tiny_tokenizer()
-    before = fingerprint(tokenizer)
+    before = compute_fingerprint(tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=9, pad_token="<|endoftext|>")
-    assert fingerprint(tokenizer) == before
+    assert compute_fingerprint(tokenizer) == before
 
     tokenizer.save_pretrained(tmp_path)
-    assert fingerprint(load(tmp_path)) == before
+    assert compute_fingerprint(load(tmp_path)) == before
 
 
 def fingerprint_of(folder: Path) -> str:
-    return fingerprint(load(folder))
+    return compute_fingerprint(load(folder))
 
 
 def test_another_process_finds_the_same_fingerprint(folder):
@@ -126,14 +126,14 @@ def test_another_process_finds_the_same_fingerprint(folder):
 
 def test_the_fingerprint_ignores_postprocessing():
     tokenizer = tiny_tokenizer()
-    before = fingerprint(tokenizer)
+    before = compute_fingerprint(tokenizer)
     backend = tokenizer.backend_tokenizer
     backend.decoder = decoders.WordPiece()
     backend.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
 
-    assert fingerprint(tokenizer) == before
+    assert compute_fingerprint(tokenizer) == before
 
 
 def test_python_tokenizers_that_treat_text_differently_differ():
@@ -142,8 +142,8 @@ def test_python_tokenizers_that_treat_text_differently_differ():
             return list(super().tokenize(text.upper(), **options))
 
     Shouting.__name__ = "ByT5Tokenizer"
-    assert fingerprint(ByT5Tokenizer()) == fingerprint(ByT5Tokenizer())
-    assert fingerprint(Shouting()) != fingerprint(ByT5Tokenizer())
+    assert compute_fingerprint(ByT5Tokenizer()) == compute_fingerprint(ByT5Tokenizer())
+    assert compute_fingerprint(Shouting()) != compute_fingerprint(ByT5Tokenizer())
 
 
 def test_an_end_token_that_the_tokenizer_lacks_is_refused():

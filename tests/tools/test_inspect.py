@@ -4,7 +4,7 @@ import pytest
 
 from llm.data.formats.sidecar import Sidecar, write_sidecar
 from llm.prepare.verification import compute_checksums
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.tools.inspect import main
 from tests.support.token_files import write_flat, write_pair
 from tests.support.tokenizers import save_tiny_tokenizer, tiny_tokenizer
@@ -102,13 +102,13 @@ def test_the_sidecar_names_the_tokenizer_and_its_text_is_shown(tmp_path, capsys)
     documents = [[*tokenizer.encode("the \x1b[1mfox"), 0], [*tokenizer.encode("dog"), 0]]
     prefix = write_pair(tmp_path / "text", documents)
     folder = save_tiny_tokenizer(tmp_path / "tokenizer")
-    described(prefix, tokenizer=folder, tokenizer_fingerprint=fingerprint(tokenizer))
+    described(prefix, tokenizer=folder, tokenizer_fingerprint=compute_fingerprint(tokenizer))
 
     lines = shown(capsys, prefix)
 
     assert "text 25 bytes, 2.500 bytes per token" in lines
     assert "left out 4 empty, 1 unreadable documents" in lines
-    assert f"tokenizer {folder} (fingerprint {fingerprint(tokenizer)})" in lines
+    assert f"tokenizer {folder} (fingerprint {compute_fingerprint(tokenizer)})" in lines
     assert "vocabulary 300; largest id in use 299" in lines
     assert "end of text 0, appended to each document" in lines
     assert "sources a.jsonl, b.jsonl" in lines
@@ -142,7 +142,7 @@ def test_a_folder_with_a_comma_is_not_a_vocabulary_and_merges_pair(tmp_path, cap
     folder = save_tiny_tokenizer(tmp_path / "first, second")
     tokenizer = tiny_tokenizer()
     prefix = write_pair(tmp_path / "text", [tokenizer("the fox")["input_ids"]])
-    described(prefix, tokenizer=folder, tokenizer_fingerprint=fingerprint(tokenizer))
+    described(prefix, tokenizer=folder, tokenizer_fingerprint=compute_fingerprint(tokenizer))
 
     assert shown(capsys, prefix)[-1] == "'the fox'"
 

@@ -13,7 +13,7 @@ from llm.checkpoint.load import find_newest_checkpoint, list_checkpoints
 from llm.errors import LLMError
 from llm.models.configuration import load_config
 from llm.runtime.files import sync_file
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.tools.checkpoints import main as checkpoints
 from llm.tools.generate import main as generate
 from llm.tools.inspect import main as inspect
@@ -287,7 +287,7 @@ def test_every_program_works_on_a_run_in_another_place(bench, moved, tmp_path, c
     ):
         run = start(bench, "moved", **words)
         assert (run.model_config.n_layer, run.model_config.attn_pdrop) == (1, 0.0)
-        assert fingerprint(run.tokenizer) == fingerprint(tiny_tokenizer())
+        assert compute_fingerprint(run.tokenizer) == compute_fingerprint(tiny_tokenizer())
 
 
 def test_a_branch_of_a_run_in_another_place_ends_as_the_run(bench, moved, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from llm.runtime.agreement import on_all_ranks
 from llm.runtime.world import world_from_environment
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.trainers.gpt.inputs import read_training
 from llm.trainers.gpt.main import parse_args
 from tests.support.ranks import run_ranks, values
@@ -24,7 +24,7 @@ def bench(tmp_path_factory) -> Bench:
     (bench.folder / "data").mkdir()
     for name in ("wiki", "code"):
         prefix = write_pair(bench.folder / "data" / name, random_documents(200, seed=1))
-        describe(prefix, fingerprint=fingerprint(tiny_tokenizer()), largest_token=100)
+        describe(prefix, fingerprint=compute_fingerprint(tiny_tokenizer()), largest_token=100)
     return bench
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from llm.data.order import WindowSampler
 from llm.errors import LLMError
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.ranks import run_ranks
 from tests.support.recovery import without_times
@@ -215,7 +215,7 @@ def test_token_files_of_another_tokenizer_are_refused_on_two_ranks_once(bench):
     assert train(
         bench, "forced", data_path=[prefix], ignore_tokenizer_mismatch=True, max_train_steps=2
     ).losses
-    describe(prefix, fingerprint=fingerprint(tiny_tokenizer()), largest_token=101)
+    describe(prefix, fingerprint=compute_fingerprint(tiny_tokenizer()), largest_token=101)
     assert train(bench, "same", data_path=[prefix], max_train_steps=2).losses
 
 
@@ -320,12 +320,12 @@ def test_a_run_that_names_no_tokenizer_takes_the_one_of_its_token_files(bench, c
     options |= {"model_type": "gpt2", "config_overrides": "n_layer=1,n_embd=32,n_head=2"}
     with pytest.raises(LLMError, match="No tokenizer is named: give --tokenizer_name"):
         bench.read(**options)
-    made_by = {"fingerprint": fingerprint(tiny_tokenizer()), "largest_token": 319}
+    made_by = {"fingerprint": compute_fingerprint(tiny_tokenizer()), "largest_token": 319}
     describe(prefix, tokenizer=str(bench.model), **made_by)
 
     with caplog.at_level("INFO", logger="llm"):
         run = bench.read(**options)
 
     assert run.config.tokenizer_name == str(bench.model)
-    assert fingerprint(run.tokenizer) == made_by["fingerprint"]
+    assert compute_fingerprint(run.tokenizer) == made_by["fingerprint"]
     assert f"tokenizer: {bench.model}, which {prefix}.json names" in caplog.text

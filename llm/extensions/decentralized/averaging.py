@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.decentralized.modes import Gossip
-from llm.parallel.buckets import Bucket, group_for_buckets
+from llm.parallel.flat_buffers import FlatBuffer, group_for_flat_buffers
 from llm.runtime import torch_names
 
 
@@ -28,7 +28,7 @@ class _Exchange:
     Attributes:
         works: Handles to wait for.
         replicas: The replicas that average with each other, with this one.
-        partner_slices: For a pair, the slice of each bucket that the partner sends; else empty.
+        partner_slices: For a pair, the slice of each buffer that the partner sends; else empty.
     """
 
     works: list[Any]
@@ -44,7 +44,7 @@ class GossipAverager:
     node follows: weights cross the network between nodes once. If the replica's weights are
     sharded, each rank exchanges its shard.
 
-    Buckets take memory for one more copy of the weights; pairs also need a copy of the incoming
+    Flat buffers hold one more copy of the weights; pairs also need a copy of the incoming
     weights.
 
     Attributes:
@@ -75,15 +75,16 @@ class GossipAverager:
         self._overlap = gossip.overlap
         self._in_flight: _Exchange | None = None
         num_replicas = sum(map(len, gossip.rounds[0]))
-        self._buckets: list[Bucket] = []
+        self._buffers: list[FlatBuffer] = []
         if num_replicas == 1:
             return
-        self._buckets = [
-            Bucket(group, multiple_of=self._num_slices) for group in group_for_buckets(tensors)
+        self._buffers = [
+            FlatBuffer(group, multiple_of=self._num_slices)
+            for group in group_for_flat_buffers(tensors)
         ]
         slice_index = 0 if is_sharded else self._slice_index
         self._slices = [
-            bucket.flat.chunk(self._num_slices)[slice_index] for bucket in self._buckets
+            buffer.flat.chunk(self._num_slices)[slice_index] for buffer in self._buffers
         ]
         self._partner_slices: list[Tensor] = []
         if any(len(group) == 2 for groups in gossip.rounds for group in groups):
@@ -101,7 +102,7 @@ class GossipAverager:
         ranks_per_replica = self._ranks_per_replica
         self._pair_group = dist.new_group()
         # The first operation of a group must include all of its ranks: NCCL connects them then.
-        dist.all_reduce(torch.zeros(1, device=self._buckets[0].flat.device), group=self._pair_group)
+        dist.all_reduce(torch.zeros(1, device=self._buffers[0].flat.device), group=self._pair_group)
         self._group_by_replicas: dict[tuple[int, ...], Any] = {}
         all_groups = dict.fromkeys(itertools.chain.from_iterable(self._rounds_of_period))
         for replicas in all_groups:
@@ -138,8 +139,8 @@ class GossipAverager:
         replicas = next(group for group in groups if self._replica in group)
         if len(replicas) == 1:
             return
-        for bucket in self._buckets:
-            bucket.fill()
+        for buffer in self._buffers:
+            buffer.pack()
         if len(replicas) == 2:
             (partner,) = set(replicas) - {self._replica}
             self._in_flight = _Exchange(
@@ -174,13 +175,13 @@ class GossipAverager:
         if exchange.partner_slices:
             torch._foreach_add_(self._slices, exchange.partner_slices)
         torch._foreach_div_(self._slices, len(exchange.replicas))
-        for bucket, flat_slice in zip(self._buckets, self._slices, strict=True):
+        for buffer, flat_slice in zip(self._buffers, self._slices, strict=True):
             if self._num_slices > 1:
                 # A clone, because the slice is part of the buffer that is written to.
                 torch_names.all_gather_single(
-                    bucket.flat, flat_slice.clone(), group=self._replica_group
+                    buffer.flat, flat_slice.clone(), group=self._replica_group
                 )
-            bucket.empty()
+            buffer.unpack()
 
     def wait_for_messages(self) -> None:
         """Wait for messages in flight; the weights do not change."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm.parallel.buckets import Bucket, group_for_buckets
+from llm.parallel.flat_buffers import FlatBuffer, group_for_flat_buffers
 
 
 class Consensus:
@@ -65,13 +65,13 @@ class Consensus:
     def _average_tensors(self, tensors: Sequence[Tensor], local_weights: Sequence[Tensor]) -> None:
         """Overwrite tensors with their mean over all replicas, and set `distance`.
 
-        Apart from these two copies of the weights, one bucket is in memory at a time.
+        Apart from these two copies of the weights, one flat buffer is in memory at a time.
 
         Args:
             tensors: This replica's weights.
             local_weights: Another copy of them, which does not change.
         """
-        for group in group_for_buckets(tensors):
+        for group in group_for_flat_buffers(tensors):
             self._average_group(group)
         squares = torch.zeros(2, dtype=self._dtype, device=tensors[0].device)
         for weight, mean in zip(local_weights, tensors, strict=True):
@@ -81,13 +81,13 @@ class Consensus:
         self.distance = (squares[0] / squares[1]).sqrt()
 
     def _average_group(self, group: Sequence[Tensor]) -> None:
-        bucket = Bucket(group)  # freed before the next one is made
-        bucket.fill()
+        buffer = FlatBuffer(group)  # freed before the next one is made
+        buffer.pack()
         # A sum in half precision would round away the differences between replicas.
-        bucket_sum = bucket.flat.float() if bucket.flat.itemsize < 4 else bucket.flat
-        dist.all_reduce(bucket_sum, group=self._shard_group)
-        bucket.flat.copy_(bucket_sum.div_(self._num_replicas))
-        bucket.empty()
+        buffer_sum = buffer.flat.float() if buffer.flat.itemsize < 4 else buffer.flat
+        dist.all_reduce(buffer_sum, group=self._shard_group)
+        buffer.flat.copy_(buffer_sum.div_(self._num_replicas))
+        buffer.unpack()
 
 
 @torch.no_grad()

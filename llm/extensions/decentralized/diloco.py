@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llm.extensions.decentralized.modes import DiLoCo
-from llm.parallel.buckets import Bucket, group_for_buckets
+from llm.parallel.flat_buffers import FlatBuffer, group_for_flat_buffers
 
 
 class OuterOptimizer:
@@ -35,7 +35,9 @@ class OuterOptimizer:
         self._num_inner_steps = torch.zeros((), dtype=torch.int64)
         self._start_weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._velocity = {name: torch.zeros_like(t) for name, t in self._start_weights.items()}
-        self._buckets = [Bucket(group) for group in group_for_buckets(list(tensors.values()))]
+        self._buffers = [
+            FlatBuffer(group) for group in group_for_flat_buffers(list(tensors.values()))
+        ]
 
     def before_step(self) -> None:
         """Before the first inner step, store the weights that all replicas start from."""
@@ -57,12 +59,12 @@ class OuterOptimizer:
 
     def _average_replicas(self) -> None:
         """Overwrite the weights with their mean over all replicas."""
-        for bucket in self._buckets:
-            bucket.fill()
+        for buffer in self._buffers:
+            buffer.pack()
             if self._world_size > 1:
-                dist.all_reduce(bucket.flat)
-                bucket.flat.div_(self._world_size)
-            bucket.empty()
+                dist.all_reduce(buffer.flat)
+                buffer.flat.div_(self._world_size)
+            buffer.unpack()
 
     def _take_outer_step(self) -> None:
         """Update the starting weights by SGD with Nesterov momentum; the weights become equal.

@@ -5,7 +5,7 @@ a stage: a rank holds only the weights of its stages.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from llm.data.loader import MicroBatch
 from llm.models.sizes import find_blocks
 from llm.parallel.base import MakeOptimizer
-from llm.parallel.buckets import Bucket, group_for_buckets
 from llm.parallel.dims import ParallelDims
+from llm.parallel.flat_buffers import FlatBuffer, group_for_flat_buffers
 from llm.parallel.fsdp import ShardedStrategy, full_tensor, reshard
 from llm.parallel.options import ParallelOptions
 from llm.parallel.pipeline.pipeline_schedule import compute_bubble_fraction, make_schedule
@@ -66,8 +66,10 @@ class PipelineStrategy(ShardedStrategy):
         self.stage_indices = range(self._stage_rank, self.num_stages, dims.pipeline)
         self._pipeline_group = self.mesh.get_group("pipeline")
         # Ranks of the first and the last stage that hold the same shards, for tied weights.
-        end_ranks = [[group[0], group[-1]] for group in dims.list_rank_groups("pipeline")]
-        self._tied_group, _ = dist.new_subgroups_by_enumeration(end_ranks)
+        first_and_last_ranks = [
+            [ranks[0], ranks[-1]] for ranks in dims.list_rank_groups("pipeline")
+        ]
+        self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last_ranks)
         # Hidden states can exceed the range of fp16, and autocast does not keep them in fp16
         # either.
         is_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
@@ -177,21 +179,25 @@ class PipelineStrategy(ShardedStrategy):
             )
             for stage_index, stage in zip(self.stage_indices, self.stages, strict=True)
         ]
+        self._log_schedule(num_micro_batches)
+        return make_schedule(
+            self._schedule_name,
+            stages,
+            num_micro_batches=num_micro_batches,
+            compute_objective=self._last_stage_objective,
+        )
+
+    def _log_schedule(self, num_micro_batches: int) -> None:
+        """Log the schedule of a step, and the time that ranks wait for each other."""
         bubble = compute_bubble_fraction(
             num_ranks=self.dims.pipeline,
-            stages_per_rank=len(stages),
+            stages_per_rank=len(self.stages),
             num_micro_batches=num_micro_batches,
         )
         logger.info(
             f"pipeline: {counted(num_micro_batches, 'micro-batch')} per step through "
             f"{self.num_stages} stages on {self.dims.pipeline} ranks by {self._schedule_name}; "
             f"bubble {bubble:.1%} of a step"
-        )
-        return make_schedule(
-            self._schedule_name,
-            stages,
-            num_micro_batches=num_micro_batches,
-            compute_objective=self._last_stage_objective,
         )
 
     def _last_stage_objective(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
@@ -262,13 +268,9 @@ class PipelineStrategy(ShardedStrategy):
         """
         if self.wrapped.training:
             self.wrapped.eval()
-        num_ranks = self.dims.pipeline
-        next_rank = (self._stage_rank + 1) % num_ranks
+        next_rank = (self._stage_rank + 1) % self.dims.pipeline
         pending_sends, outputs = [], []
-        for piece_tensors in zip(
-            *(tensor.chunk(num_ranks) for tensor in arguments.values()), strict=True
-        ):
-            piece = dict(zip(arguments, piece_tensors, strict=True))
+        for piece in _split_rows(arguments, num_pieces=self.dims.pipeline):
             for stage_index, stage in zip(self.stage_indices, self.stages, strict=True):
                 stage_input = piece["input_ids"]
                 if stage_index > 0:
@@ -328,12 +330,13 @@ class PipelineStrategy(ShardedStrategy):
                 state_dict[name] = full_weight.detach().cpu()
             elif self.rank == sender_by_name[name]:
                 dist.send(full_weight.detach().cpu().contiguous(), 0)
-        # In the senders' order, stage by stage: messages of one rank arrive in order.
-        for name, rank in sender_by_name.items():
-            if self.rank == 0 and rank > 0:
-                shape, dtype = specs_by_rank[rank][name]
-                state_dict[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(state_dict[name], rank)
+        if self.rank == 0:
+            # In the senders' order, stage by stage: messages of one rank arrive in order.
+            for name, sender in sender_by_name.items():
+                if sender > 0:
+                    shape, dtype = specs_by_rank[sender][name]
+                    state_dict[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(state_dict[name], sender)
         return state_dict
 
 
@@ -348,10 +351,17 @@ def _join_arguments(micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
     return {name: torch.cat([values[name] for values in arguments]) for name in arguments[0]}
 
 
+def _split_rows(arguments: dict[str, Tensor], *, num_pieces: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the arguments of a stage for consecutive pieces of the rows of a micro-batch."""
+    chunks_by_argument = (tensor.chunk(num_pieces) for tensor in arguments.values())
+    for chunks in zip(*chunks_by_argument, strict=True):
+        yield dict(zip(arguments, chunks, strict=True))
+
+
 def _all_reduce(tensors: Sequence[Tensor], group: Any) -> None:
     """Sum tensors over ranks, in place, in a few large messages."""
-    for tensors_of_bucket in group_for_buckets(tensors):
-        bucket = Bucket(tensors_of_bucket)
-        bucket.fill()
-        dist.all_reduce(bucket.flat, group=group)
-        bucket.empty()
+    for group_tensors in group_for_flat_buffers(tensors):
+        buffer = FlatBuffer(group_tensors)
+        buffer.pack()
+        dist.all_reduce(buffer.flat, group=group)
+        buffer.unpack()

@@ -131,34 +131,38 @@ def find_pipeline_modules(model: PreTrainedModel) -> PipelineModules:
     except ValueError as error:
         raise cut_error(model, str(error)) from error
     layer_modules = {module for layer in layers for module in layer.modules()}
-    # The modules outside of the layers that hold parameters themselves.
-    owners = [
-        module
-        for module in model.modules()
-        if module not in layer_modules and next(module.parameters(recurse=False), None) is not None
-    ]
-    if any(next(owner.children(), None) is not None for owner in owners):
-        raise cut_error(
-            model, "it has parameters outside of its layers that are not in a separate module"
-        )
-
-    calls, tuple_lengths = _trace_calls(model, [*owners, *layers])
+    outer_modules = _find_outer_modules(model, layer_modules)
+    calls, tuple_lengths = _trace_calls(model, [*outer_modules, *layers])
     layer_calls = [module for module in calls if module in set(layers)]
     if layer_calls != layers:
         raise cut_error(model, "it does not use its layers in sequence")
     first_call, last_call = calls.index(layers[0]), calls.index(layers[-1])
     epilogue = {module for module in calls[last_call:] if module not in layer_modules}
-    prologue = [module for module in owners if module not in epilogue]
+    prologue = [module for module in outer_modules if module not in epilogue]
     is_epilogue_used_early = not epilogue.isdisjoint(calls[:first_call])
-    is_owner_used_between = not set(owners).isdisjoint(calls[first_call:last_call])
-    if is_epilogue_used_early or is_owner_used_between:
+    is_used_between_layers = not set(outer_modules).isdisjoint(calls[first_call:last_call])
+    if is_epilogue_used_early or is_used_between_layers:
         raise cut_error(model, "it uses other parameters between its layers")
     return PipelineModules(
         prologue=tuple(prologue),
         layers=tuple(layers),
-        epilogue=tuple(module for module in owners if module in epilogue),
+        epilogue=tuple(module for module in outer_modules if module in epilogue),
         tuple_lengths=tuple(tuple_lengths[layer] for layer in layers),
     )
+
+
+def _find_outer_modules(model: PreTrainedModel, layer_modules: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside of the layers that hold parameters, which must be leaves."""
+    outer_modules = [
+        module
+        for module in model.modules()
+        if module not in layer_modules and next(module.parameters(recurse=False), None) is not None
+    ]
+    if any(next(module.children(), None) is not None for module in outer_modules):
+        raise cut_error(
+            model, "it has parameters outside of its layers that are not in a separate module"
+        )
+    return outer_modules
 
 
 def _trace_calls(

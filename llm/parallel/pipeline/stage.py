@@ -110,11 +110,11 @@ class PipelineStage(nn.Module):
         Args:
             received: Hidden states [batch, length, width] of the stage before, of `sent_dtype`; the
                 first stage ignores it.
-            input_ids: Argument of the loss; every stage has it.
-            labels: Argument of the loss.
-            positions: Argument of the loss.
-            documents: Argument of the loss.
-            sources: Argument of the loss.
+            input_ids: Token ids, [batch, length]; this and what follows as for `MicroBatch`.
+            labels: Ids of the next tokens, for the last stage.
+            positions: Position of each token in its sample or document.
+            documents: Document of each token.
+            sources: Source of each sample, for the last stage.
             predicting: Whether the last stage predicts instead of computing the loss.
 
         Returns:
@@ -162,7 +162,7 @@ class LocalStages:
     num_parameters: list[int]
 
 
-def check_depth(num_layers: int, num_stages: int) -> None:
+def check_num_stages(num_layers: int, num_stages: int) -> None:
     """Refuse more stages than layers.
 
     Raises:
@@ -229,7 +229,7 @@ def check_cut(model: PreTrainedModel, num_stages: int) -> None:
         ConfigError: They compute something else, or fail; or the model has fewer layers.
     """
     modules = find_pipeline_modules(model)
-    check_depth(len(modules.layers), num_stages)
+    check_num_stages(len(modules.layers), num_stages)
     loss = LanguageModelLoss(model, is_chunked=False)
     input_ids = random_tokens(model, *SAMPLE_SHAPE)
     try:

@@ -21,7 +21,7 @@ from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError, ParallelError, one_line
 from llm.runtime.process_settings import raise_file_limit
-from llm.runtime.world import World, adopt_launcher, world_from_environment
+from llm.runtime.world import World, set_torchrun_variables, world_from_environment
 from llm.tools.evidence.checks import Check, Checks
 from llm.tools.evidence.evidence_file import (
     EvidenceFile,
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         description="Check what a machine computes, and write one file to send.",
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to stop the programs, too
-    adopt_launcher()
+    set_torchrun_variables()
     raise_file_limit()
     world = world_from_environment()
     deadline = time.monotonic() + 60 * options.minutes

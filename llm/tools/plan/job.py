@@ -23,7 +23,7 @@ from llm.models.sizes import find_blocks
 from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
-from llm.parallel.pipeline.stage import check_depth
+from llm.parallel.pipeline.stage import check_num_stages
 from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.rank_model import (
     ParamCounts,
@@ -274,7 +274,7 @@ class Job:
         if pipeline == 1:
             return [[*range(num_layers)]]
         num_stages = pipeline * self.options.virtual_stages
-        check_depth(num_layers, num_stages)
+        check_num_stages(num_layers, num_stages)
         stages = self._pipeline_modules.assign_layers(num_stages)
         return [[*itertools.chain(*stages[rank::pipeline])] for rank in range(pipeline)]
 

@@ -49,7 +49,7 @@ def split_model(
     modules = dict(model.named_modules())
     for name, style in plan.styles.items():
         _split_module(modules[name], style, tensor_size)
-    for name, attribute in plan.per_rank.items():
+    for name, attribute in plan.divided_attributes.items():
         setattr(modules[name], attribute, getattr(modules[name], attribute) // tensor_size)
     if sequence_parallel:
         _split_residual_stream(model, tensor_size)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from llm.checkpoint.run_folder import OWNER_CLAIM_NAME, RunFolder
 from llm.metrics.set_scores import set_score_title
-from llm.runtime.claims import EXPIRY_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, heartbeat_ages
+from llm.runtime.claims import EXPIRY_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, read_live_claim_age
 from llm.tools.report.run_files import read_metrics, read_numbers, read_table
 
 LOG_NAME = "sweep.log"
@@ -55,7 +55,9 @@ def read_outcome(folder: Path) -> Outcome:
         return outcome
     if RunFolder(folder).has_lock_holder():
         return Outcome(state="running")
-    age_by_path = heartbeat_ages(folder, CLAIM_NAME) | heartbeat_ages(folder, OWNER_CLAIM_NAME)
+    age_by_path = read_live_claim_age(folder, CLAIM_NAME) | read_live_claim_age(
+        folder, OWNER_CLAIM_NAME
+    )
     if not age_by_path:
         return outcome
     age = min(age_by_path.values())

@@ -28,10 +28,10 @@ from llm.models.configuration import (
     find_weights,
     max_positions,
 )
-from llm.parallel.accelerator import check_device, check_precision
+from llm.parallel.accelerator import check_gpus_visible, check_precision
 from llm.parallel.dims import ParallelDims, make_parallel_dims
 from llm.parallel.expert_parallel import check_expert_parallel
-from llm.parallel.pipeline.stage import check_depth
+from llm.parallel.pipeline.stage import check_num_stages
 from llm.parallel.tensor_plans import check_sequence_parallel, check_tensor_parallel
 from llm.runtime.agreement import on_rank0
 from llm.runtime.world import World, device_of, ranks_per_node
@@ -153,7 +153,7 @@ def read_evaluation(config: CoreConfig, world: World) -> Run:
 
 def _choose_folder(config: CoreConfig, world: World) -> RunFolder:
     """Run the checks that do not read data; return the run's folder."""
-    check_device(device_of(world))
+    check_gpus_visible(device_of(world))
     check_trackers(config)
     return RunFolder(Path(config.output_dir or choose_default_output_dir(config)))
 
@@ -287,7 +287,7 @@ def choose_dims(
         check_sequence_parallel(model_config)
     if dims.pipeline > 1:
         num_layers = model_config.get_text_config().num_hidden_layers
-        check_depth(num_layers, dims.pipeline * config.virtual_stages)
+        check_num_stages(num_layers, dims.pipeline * config.virtual_stages)
     if dims.expert > 1:
         check_expert_parallel(_build_meta_model(config, model_config), dims)
     return dims

@@ -34,7 +34,7 @@ from llm.runtime.process_settings import (
     use_private_compile_cache,
 )
 from llm.runtime.signals import watch_launcher
-from llm.runtime.world import World, adopt_launcher, world_from_environment
+from llm.runtime.world import World, set_torchrun_variables, world_from_environment
 from llm.trainers.gpt.config import check_config, read_preset_options
 from llm.trainers.gpt.data_tokenizer import use_tokenizer_of_data
 
@@ -173,7 +173,7 @@ def run(config: "GPTConfig", world: World, *, config_file: Path | None) -> int:
         world: Rank and world size of this process.
         config_file: The TOML file of `--config`.
     """
-    adopt_launcher()
+    set_torchrun_variables()
     raise_file_limit()
     limit_spin_wait()
     expand_segments()

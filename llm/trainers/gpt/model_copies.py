@@ -20,7 +20,7 @@ from llm.errors import CheckpointError
 from llm.models.configuration import load_config
 from llm.models.options import ARCHITECTURE_OPTIONS
 from llm.runtime.files import temporary_folder
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.load_trained_model import (
@@ -219,12 +219,12 @@ def _has_tokenizer_changed(
     config: CoreConfig, start: Checkpoint, tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Return whether a tokenizer gives other ids than the one that wrote a checkpoint."""
-    digest = fingerprint(tokenizer)
+    digest = compute_fingerprint(tokenizer)
     if digest == start.metadata["tokenizer"]:
         return False
     # Another version of the library may compute another fingerprint for the same tokenizer.
     copied_tokenizer = load_run_tokenizer(use_checkpoint_copies(config, start))
-    return digest != fingerprint(copied_tokenizer)
+    return digest != compute_fingerprint(copied_tokenizer)
 
 
 def _is_change_allowed(config: CoreConfig, option_names: tuple[str, ...]) -> bool:

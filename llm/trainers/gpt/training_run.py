@@ -21,7 +21,7 @@ from llm.models.build import build_model
 from llm.models.sizes import parameter_counts
 from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
-from llm.tokenizers.load_tokenizer import fingerprint
+from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.trainers.gpt.branch import Branch
 from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.recorded_options import make_options_record
@@ -61,7 +61,7 @@ def make_checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
         "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
         "batch_option": batch_option,
         "data": run.data_digest,
-        "tokenizer": fingerprint(run.tokenizer),
+        "tokenizer": compute_fingerprint(run.tokenizer),
         "initial_weights": run.initial_weights,
         "skip_samples": str(run.skipped),
         "loss_chunks": None if run.loss_chunks is None else dataclasses.asdict(run.loss_chunks),

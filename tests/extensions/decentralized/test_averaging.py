@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llm.extensions.decentralized.averaging import GossipAverager
 from llm.extensions.decentralized.modes import Gossip
 from llm.extensions.decentralized.rounds import make_rounds
-from llm.parallel import buckets
+from llm.parallel import flat_buffers
 from tests.support.decentralized import mixing_matrix
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
@@ -33,9 +33,9 @@ def join() -> int:
     return dist.get_rank()
 
 
-def mixed(cases, steps: int, bucket_bytes: int):
+def mixed(cases, steps: int, buffer_bytes: int):
     """The weights of this rank after each step of each case, where nothing else moves them."""
-    buckets.BUCKET_BYTES = bucket_bytes
+    flat_buffers.MAX_BUFFER_BYTES = buffer_bytes
     rank = join()
     found = []
     for topology, ranks_per_node, overlap in cases:
@@ -67,11 +67,11 @@ CASES = {
     "ranks",
     [pytest.param(3, marks=pytest.mark.extended), 4, pytest.param(8, marks=pytest.mark.layouts)],
 )
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
-def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_bytes):
+@pytest.mark.parametrize("buffer_bytes", [1, 2**20])
+def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, buffer_bytes):
     steps = 6
     cases = [(*case, overlap) for case in CASES[ranks] for overlap in (False, True)]
-    of_ranks = values(run_ranks(mixed, ranks, cases, steps, bucket_bytes))
+    of_ranks = values(run_ranks(mixed, ranks, cases, steps, buffer_bytes))
     for number, (topology, ranks_per_node, overlap) in enumerate(cases):
         rounds = make_rounds(topology, num_ranks=ranks, ranks_per_node=ranks_per_node)
         points = np.array([flat(start(rank)) for rank in range(ranks)])
@@ -87,7 +87,7 @@ def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, bucket_b
 
 def mixed_nodes(topologies):
     """Weights after one period between nodes of two ranks."""
-    buckets.BUCKET_BYTES = 100
+    flat_buffers.MAX_BUFFER_BYTES = 100
     rank = join()
     node, nodes = rank // 2, dist.get_world_size() // 2
     found = []

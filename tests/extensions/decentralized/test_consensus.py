@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from llm.extensions.decentralized.consensus import Consensus
-from llm.parallel import buckets
+from llm.parallel import flat_buffers
 from llm.tools.plan.trace import MemoryMeter
 from tests.support.ranks import run_ranks, values
 
@@ -18,10 +18,10 @@ def weights_of(rank: int) -> list[torch.Tensor]:
     return [torch.randn(NUMEL, generator=draw) for _ in range(NUM_TENSORS)]
 
 
-def mean_and_peak(how: str, bucket_bytes: int) -> tuple[torch.Tensor, float, int]:
+def mean_and_peak(how: str, buffer_bytes: int) -> tuple[torch.Tensor, float, int]:
     """The mean weights, the distance, and the most bytes beside the weights themselves."""
     dist.init_process_group("gloo")
-    buckets.BUCKET_BYTES = bucket_bytes
+    flat_buffers.MAX_BUFFER_BYTES = buffer_bytes
     weights = weights_of(dist.get_rank())
     consensus = Consensus(weights, world_size=dist.get_world_size())
     with MemoryMeter(existing=weights) as meter:
@@ -36,7 +36,7 @@ def mean_and_peak(how: str, bucket_bytes: int) -> tuple[torch.Tensor, float, int
 
 
 @pytest.mark.parametrize("how", ["saved", "evaluated"])
-def test_the_mean_takes_one_copy_of_the_weights_and_one_bucket(how):
+def test_the_mean_takes_one_copy_of_the_weights_and_one_buffer(how):
     small, large = (
         values(run_ranks(mean_and_peak, 2, how, bytes_)) for bytes_ in (8 * NUMEL, 2 * COPY)
     )
@@ -44,7 +44,7 @@ def test_the_mean_takes_one_copy_of_the_weights_and_one_bucket(how):
     for mean, distance, peak in small:
         assert torch.equal(mean, small[0][0])
         torch.testing.assert_close(mean, expected)
-        # The bucket holds two tensors, and the distance takes a few of a tensor's size.
+        # The buffer holds two tensors, and the distance takes a few of a tensor's size.
         assert peak <= COPY + 8 * NUMEL + 24 * NUMEL
         assert distance == large[0][1]
     assert torch.equal(small[0][0], large[0][0])

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 64 * 2**20
-"""Approximate message size, for good use of slow links; a larger tensor is sent alone."""
+MAX_BUFFER_BYTES = 64 * 2**20
+"""Message size for good use of slow links; a larger tensor gets a buffer of this tensor alone."""
 
 
-class Bucket:
+class FlatBuffer:
     """Tensors of one dtype and device, with a flat buffer for all of them.
 
-    Groups of tensors come from `group_for_buckets`.
+    Groups of tensors come from `group_for_flat_buffers`.
 
     Args:
         tensors: One at least.
@@ -34,30 +34,30 @@ class Bucket:
         ]
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def pack(self) -> None:
         """Copy the tensors into the buffer."""
         torch._foreach_copy_(self._views, self._tensors)
 
     @torch.no_grad()
-    def empty(self) -> None:
+    def unpack(self) -> None:
         """Copy the buffer into the tensors."""
         torch._foreach_copy_(self._tensors, self._views)
 
 
-def group_for_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors for buckets of `BUCKET_BYTES`, by type and device, in their order.
+def group_for_flat_buffers(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors of one dtype and device, in their order, up to `MAX_BUFFER_BYTES` a group.
 
     Args:
-        tensors: In the same order on all ranks, so that the buckets agree.
+        tensors: In the same order on all ranks, so that the groups agree.
     """
     groups: list[list[Tensor]] = []
-    open_group_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    last_group_by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        dtype_and_device = tensor.dtype, tensor.device
-        group = open_group_by_kind.get(dtype_and_device)
+        kind = tensor.dtype, tensor.device
+        group = last_group_by_kind.get(kind)
         num_bytes = 0 if group is None else sum(group_tensor.nbytes for group_tensor in group)
-        if group is None or num_bytes + tensor.nbytes > BUCKET_BYTES:
-            group = open_group_by_kind[dtype_and_device] = []
+        if group is None or num_bytes + tensor.nbytes > MAX_BUFFER_BYTES:
+            group = last_group_by_kind[kind] = []
             groups.append(group)
         group.append(tensor)
     return groups
