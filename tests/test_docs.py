@@ -16,8 +16,7 @@ import pytest
 from benchmarks.speed_bars import FOREGROUNDS, draw, read_sections
 from llm.__main__ import PROGRAMS, main
 from llm.config.command_line import parse
-from llm.prepare.options import PrepareConfig
-from llm.prepare.options import check as check_prepare
+from llm.prepare.options import PrepareConfig, check_prepare_config
 from llm.prepare.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.signals import EXIT_PREEMPTED
@@ -268,7 +267,7 @@ def check_program(program: str, words: list[str]) -> None:
         words = words[1:]
     options = parse(options_class, words, prog=program, description="", positional=positional)
     if isinstance(options, PrepareConfig):
-        check_prepare(options)
+        check_prepare_config(options)
     if isinstance(options, TrainTokenizerOptions):
         check_options(options)
 

@@ -230,12 +230,12 @@ class FastEncoder:
         except ImportError as error:
             raise ImportError("gigatoken is not installed (pip install gigatoken)") from error
         assert encoding.tokenizer.backend is not None  # as the caller has made sure
-        description = orjson.loads(encoding.tokenizer.backend.to_str())
-        description["post_processor"] = None
-        added_tokens = description["added_tokens"]
+        tokenizer_json = orjson.loads(encoding.tokenizer.backend.to_str())
+        tokenizer_json["post_processor"] = None
+        added_tokens = tokenizer_json["added_tokens"]
         if not encoding.allow_special_tokens:
-            # It encodes the name of a token that it does not know as text.
-            description["added_tokens"] = [token for token in added_tokens if not token["special"]]
+            # gigatoken encodes the name of a token that it does not know as text.
+            tokenizer_json["added_tokens"] = [t for t in added_tokens if not t["special"]]
         self._reference = reference
         self._dtype, self._begin, self._end = encoding.dtype, encoding.begin, encoding.end
         self._threads = num_threads
@@ -243,16 +243,8 @@ class FastEncoder:
             gigatoken.Tokenizer.from_json,
             lambda reason: WrongIdsError(f"gigatoken cannot read this tokenizer ({reason})"),
         )
-        self._fast_backend: Any = from_json(orjson.dumps(description)).backend
-        token_names = [token["content"] for token in added_tokens]
-        for text in (
-            *_PROBES,
-            " ".join(token_names),
-            *(f"a{name} b{name}" for name in token_names[:16]),
-        ):
-            self._compare_ids(
-                text, self._encode_texts([text], adds_boundaries=True)[0], adds_boundaries=True
-            )
+        self._fast_backend: Any = from_json(orjson.dumps(tokenizer_json)).backend
+        self._compare_probes([token["content"] for token in added_tokens])
 
     def encode(self, texts: Sequence[str], *, adds_boundaries: bool = True) -> tuple[Ids, Counts]:
         """Encode a batch, as `ReferenceEncoder.encode` does, and compare a sample of it.
@@ -264,6 +256,13 @@ class FastEncoder:
         if texts:
             self._compare_sample(texts, ids, counts, adds_boundaries=adds_boundaries)
         return ids, counts
+
+    def _compare_probes(self, token_names: Sequence[str]) -> None:
+        """Compare the ids of fixed texts, and of texts with the names of the added tokens."""
+        name_probes = [f"a{name} b{name}" for name in token_names[:16]]
+        for text in (*_PROBES, " ".join(token_names), *name_probes):
+            ids, _ = self._encode_texts([text], adds_boundaries=True)
+            self._compare_ids(text, ids, adds_boundaries=True)
 
     def _compare_sample(
         self, texts: Sequence[str], ids: Ids, counts: Counts, *, adds_boundaries: bool
@@ -289,9 +288,8 @@ class FastEncoder:
     def _encode_texts(self, texts: Sequence[str], *, adds_boundaries: bool) -> tuple[Ids, Counts]:
         """Encode a batch by gigatoken, as `encode` does, without a comparison."""
         begin, end = (token if adds_boundaries else token[:0] for token in (self._begin, self._end))
-        is_small_batch = len(texts) <= _SMALL_BATCH_TEXTS or sum(
-            map(len, texts)
-        ) >= _LONG_TEXT_CHARACTERS * len(texts)
+        has_long_texts = sum(map(len, texts)) >= _LONG_TEXT_CHARACTERS * len(texts)
+        is_small_batch = len(texts) <= _SMALL_BATCH_TEXTS or has_long_texts
         # Encoding one text at a time needs no threads, and saves half a second for importing
         # awkward.
         if len(texts) == 1 or (is_small_batch and self._threads == 1):

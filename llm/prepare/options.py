@@ -155,7 +155,7 @@ class PrepareConfig:
     )
 
 
-def check(config: PrepareConfig) -> None:
+def check_prepare_config(config: PrepareConfig) -> None:
     """Refuse combinations of options that cannot work.
 
     Raises:

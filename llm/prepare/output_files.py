@@ -20,7 +20,7 @@ from llm.data.order import permute
 from llm.errors import DataError
 from llm.prepare.encoder import Encoding
 from llm.prepare.shards import ShardStats, iterate_text_bytes, read_array
-from llm.prepare.verification import compute_checksums, verify
+from llm.prepare.verification import compute_checksums, find_token_file_faults
 from llm.runtime.files import sync, sync_folder
 
 _BLOCK_ENTRIES = 1 << 20  # index entries computed at once
@@ -330,21 +330,29 @@ def _write_flat_files(stems: list[Path], output: Output, common_entries: dict[st
             continue
         first_token = joined_file.document_start(first_document)
         end_token = joined_file.document_start(end_document)
-        tokens = joined_file.tokens[first_token:end_token]
-        path = folder / f"out.{split}.bin"
-        with open(path, "wb") as file:
-            tokens.tofile(file)
-            sync(file)
         first_text, end_text = joined_file.documents[[first_document, end_document]]
-        sidecar = Sidecar(
+        _write_flat_file(
+            folder / f"out.{split}",
+            joined_file.tokens[first_token:end_token],
             documents=end_document - first_document,
-            tokens=int(tokens.size),
             text_bytes=int(byte_offsets[end_text] - byte_offsets[first_text]),
-            largest_token=int(tokens.max(initial=0)),
-            checksums={"bin": compute_checksums(path)},
             **common_entries,
         )
-        write_sidecar(folder / f"out.{split}", sidecar)
+
+
+def _write_flat_file(prefix: Path, tokens: NDArray[Any], **sidecar_entries: Any) -> None:
+    """Write ids to `PREFIX.bin`, synced, and a sidecar with these and further entries."""
+    path = add_suffix(prefix, ".bin")
+    with open(path, "wb") as file:
+        tokens.tofile(file)
+        sync(file)
+    sidecar = Sidecar(
+        tokens=int(tokens.size),
+        largest_token=int(tokens.max(initial=0)),
+        checksums={"bin": compute_checksums(path)},
+        **sidecar_entries,
+    )
+    write_sidecar(prefix, sidecar)
 
 
 def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
@@ -415,7 +423,7 @@ def find_stale_validation_files(output: Output) -> list[Path]:
     conflict = (
         f"{stale_files[-1]} exists, and --validation_split_percentage 0 writes no validation text"
     )
-    if len(stale_files) < 2 or verify(add_suffix(prefix, ".bin")):
+    if len(stale_files) < 2 or find_token_file_faults(add_suffix(prefix, ".bin")):
         raise DataError(
             f"{conflict}. The file is not removed, since no val.json shows that this program wrote "
             f"it; move it away, or choose another {output.option}."

@@ -2,15 +2,15 @@
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm.config.command_line import parse
 from llm.config.program import program
 from llm.errors import ConfigError
-from llm.prepare.options import PrepareConfig, check
+from llm.prepare.options import PrepareConfig, check_prepare_config
 from llm.runtime.logging import set_up_logging
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     # Linear algebra is not used here, and numpy would start a thread for it on each core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported here so that --help and wrong options load no library.
-    from llm.data.workers import limit_workers
     from llm.prepare.output_files import check_replaceable
     from llm.prepare.prepare_files import prepare_files
 
@@ -48,14 +47,7 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
     for _, output in outputs:
         check_replaceable(output, input_files)
     encoding = _make_encoding(config)
-    with ExitStack() as stack:
-        workers: int | Cluster
-        if config.executor == "dask":
-            from llm.prepare.dask_cluster import connect_to_dask
-
-            workers = stack.enter_context(connect_to_dask(config.scheduler_file))
-        else:
-            workers = limit_workers(config.workers)
+    with _open_workers(config) as workers:
         prepare_files(
             outputs,
             encoding=encoding,
@@ -63,6 +55,20 @@ def prepare(config: PrepareConfig, share: "Share") -> None:
             log_seconds=config.log_seconds,
             share=share,
         )
+
+
+@contextmanager
+def _open_workers(config: PrepareConfig) -> Iterator["int | Cluster"]:
+    """Yield the number of processes on this machine, or a cluster that is connected meanwhile."""
+    if config.executor == "dask":
+        from llm.prepare.dask_cluster import connect_to_dask
+
+        with connect_to_dask(config.scheduler_file) as cluster:
+            yield cluster
+    else:
+        from llm.data.workers import limit_workers
+
+        yield limit_workers(config.workers)
 
 
 def _make_encoding(config: PrepareConfig) -> "Encoding":
@@ -106,7 +112,7 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
     from llm.data.formats.megatron import add_suffix
     from llm.prepare.text.sources import find_text_sources
 
-    assert config.output_prefix is not None  # `check` asks for it
+    assert config.output_prefix is not None  # `check_prepare_config` asks for it
     prefix = Path(config.output_prefix)
     text_column = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
@@ -212,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
         prog="llm-trainers prepare",
         description="Turn text into token files, on all cores.",
     )
-    check(config)
+    check_prepare_config(config)
     from llm.prepare.shares import find_share  # here, since --help loads no library
 
     share = find_share(config.rank, config.world_size, os.environ)

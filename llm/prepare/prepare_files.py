@@ -202,7 +202,7 @@ class _OutputWriter:
         with _lock_output(self.output):
             num_done = _prepare_folder(self.output, self._provenance, len(self._sources))
             try:
-                self._join_shards(is_resumed=num_done > 0)
+                self._finish_output(is_resumed=num_done > 0)
             except BaseException:
                 if not self._log_finished_shards():
                     shutil.rmtree(self._folder, ignore_errors=True)
@@ -254,7 +254,7 @@ class _OutputWriter:
                 logger.info(
                     f"{share} {'names the parts' if self.output.parts else 'joins the shards'}"
                 )
-                self._join_shards(claim=claim)
+                self._finish_output(claim=claim)
                 add_suffix(self._folder, ".lock").unlink(missing_ok=True)
                 return
         except BaseException:
@@ -308,8 +308,13 @@ class _OutputWriter:
                 return stems, stats
             self._write_shards([index for index, shard in enumerate(shards) if shard is None])
 
-    def _join_shards(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
-        """Write the shards that are missing, and make the output of all."""
+    def _finish_output(self, *, is_resumed: bool = False, claim: Claim | None = None) -> None:
+        """Write the missing shards, join them or name them as parts, and publish the output.
+
+        Args:
+            is_resumed: Whether an earlier start has written some of the shards.
+            claim: The claim of a rank that joins the shards of several; None with one process.
+        """
         stems: list[Path] = []
         stats: list[ShardStats] = []
         if parts := self._parts_to_join():

@@ -82,18 +82,13 @@ def make_token_files(job: TextJob) -> None:
 
     prefix = Path(job.prefix)
     sources = _open_sources(job)
-    # The state when the run computed the key of the token files: a later text must not be used.
-    for source in sources:
-        paths = source.files if job.text.paths else map(Path, job.files)
-        source.files = {path: job.files[str(path)] for path in paths}
+    _use_recorded_stamps(sources, job)
     is_split_missing = job.text.split == "validation" and not sources[0].exists()
     check_sources_unchanged(sources)
     if is_split_missing:
         (prefix.parent / "absent").touch()
         return
-    num_bytes = [source.num_bytes for source in sources if source.num_bytes is not None]
-    size_note = f" ({sum(num_bytes) / 1e6:,.1f} MB)" if num_bytes else ""
-    logger.info(f"tokenizing {job.text.name}{size_note}")
+    _log_size(sources, job.text.name)
     output = Output(
         prefix=prefix,
         overwrite=True,
@@ -108,6 +103,23 @@ def make_token_files(job: TextJob) -> None:
         dtype=np.dtype(job.dtype),
     )
     prepare_files([(sources, output)], encoding=encoding, workers=job.workers)
+
+
+def _use_recorded_stamps(sources: list[Source], job: TextJob) -> None:
+    """Give the sources the stamps of their files from when the run computed its cache key.
+
+    A text that has changed since then must not be used.
+    """
+    for source in sources:
+        paths = source.files if job.text.paths else map(Path, job.files)
+        source.files = {path: job.files[str(path)] for path in paths}
+
+
+def _log_size(sources: list[Source], text_name: str) -> None:
+    """Log that a text is tokenized, with its size if it is known."""
+    byte_counts = [source.num_bytes for source in sources if source.num_bytes is not None]
+    size_note = f" ({sum(byte_counts) / 1e6:,.1f} MB)" if byte_counts else ""
+    logger.info(f"tokenizing {text_name}{size_note}")
 
 
 def _open_sources(job: TextJob) -> list[Source]:

@@ -102,6 +102,16 @@ def find_share(rank: int | None, world_size: int | None, environ: Mapping[str, s
             "are; give their number as --world_size, or --rank 0 --world_size 1 for a task that "
             "prepares a text alone."
         )
+    return _find_launched_share(environ)
+
+
+def _find_launched_share(environ: Mapping[str, str]) -> Share:
+    """Return the share of a rank of a launcher, or of a task of a Slurm job array.
+
+    Raises:
+        ConfigError: It is a rank in a task of several.
+        ParallelError: The variables of a launcher do not tell the rank.
+    """
     world = world_from_environment()
     array_share = _parse_slurm_array_share(environ)
     if world.world_size == 1:

@@ -6,6 +6,7 @@ ids of a SentencePiece tokenizer are first compared with SentencePiece itself.
 Exit codes: 0 trained, 1 an unforeseen error, 2 an option or input that cannot work.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,11 @@ _DEFAULT_THREADS = 16
 """The same on any machine, so a unigram model does not depend on the number of cores."""
 _MAX_VOCAB_SIZE = 10_000_000
 """Forty times the largest vocabularies in use; at 10^9 the libraries abort the process."""
+_MISSING_NORMALIZATIONS = {
+    "huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"),
+    "sentencepiece": ("nfc",),
+}
+"""Normalizations that a library does not have."""
 _TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}
 
 logger = logging.getLogger("llm.data")
@@ -170,30 +176,39 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         max_sentences=options.max_sentences,
         seed=options.seed,
     )
-    temporary_folder = (
-        output.parent / f".{output.name}.{socket.gethostname()}.{os.getpid()}.unfinished"
-    )
-    try:
-        _remove_leftovers(output)
-        temporary_folder.mkdir(parents=True)
+    with _unfinished_folder(output) as folder:
         try:
-            _write_tokenizer(options, texts, num_threads, temporary_folder)
+            _write_tokenizer(options, texts, num_threads, folder)
         except Exception:
             if texts.error is not None:  # the libraries replace it by another error
                 raise texts.error from None
             raise
-        summary = _describe_result(temporary_folder, texts)
-        check_output_folder(
-            output, overwrite=options.overwrite
-        )  # again, because training may take hours
-        _publish_folder(temporary_folder, output)
+        summary = _describe_result(folder, texts)
+        # Again, because training may take hours.
+        check_output_folder(output, overwrite=options.overwrite)
+        _publish_folder(folder, output)
+    logger.info(f"{summary}, {time.monotonic() - start_time:.1f} s | {output}")
+
+
+@contextlib.contextmanager
+def _unfinished_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder for the files of a training, next to the output; it is removed at the end.
+
+    Raises:
+        ConfigError: A file in one of the folders cannot be written.
+    """
+    host, process_id = socket.gethostname(), os.getpid()
+    folder = output.parent / f".{output.name}.{host}.{process_id}.unfinished"
+    try:
+        _remove_leftovers(output)
+        folder.mkdir(parents=True)
+        yield folder
     except OSError as error:
         raise ConfigError(
             f"--output_dir {output} cannot be written: {error.strerror or error}."
         ) from error
     finally:
-        shutil.rmtree(temporary_folder, ignore_errors=True)
-    logger.info(f"{summary}, {time.monotonic() - start_time:.1f} s | {output}")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_inputs_outside(output: Path, input_files: Sequence[Path]) -> None:
@@ -242,11 +257,7 @@ def check_options(options: TrainTokenizerOptions) -> None:
     if options.output_dir is None:
         raise ConfigError("No output is named: give the folder to write with --output_dir.")
     check_output_folder(Path(options.output_dir), overwrite=options.overwrite)
-    missing_normalizations = {
-        "huggingface": ("nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"),
-        "sentencepiece": ("nfc",),
-    }
-    if options.normalization in missing_normalizations[options.library]:
+    if options.normalization in _MISSING_NORMALIZATIONS[options.library]:
         raise ConfigError(
             f"--library {options.library} has no --normalization {options.normalization}; "
             "see --help for those that it has."

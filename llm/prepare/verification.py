@@ -64,8 +64,8 @@ def compute_checksums(path: Path) -> list[str]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def verify(path: Path) -> list[str]:
-    """Read token files completely and list all faults.
+def find_token_file_faults(path: Path) -> list[str]:
+    """Read token files completely, and return all their faults.
 
     With a sidecar, every changed byte is found. Without one, only faults in the index's tables are.
 
@@ -97,7 +97,7 @@ def verify(path: Path) -> list[str]:
     if token_file.num_tokens == 0:
         faults.append(f"{add_suffix(prefix, '.bin')} is empty: it contains no tokens.")
     if sidecar is not None:
-        faults += _compare_sidecar(token_file, sidecar)
+        faults += _find_sidecar_faults(token_file, sidecar)
     return faults
 
 
@@ -160,30 +160,29 @@ def _find_index_faults(token_file: AnyTokenFile) -> list[str]:
     ]
 
 
-def _compare_sidecar(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
-    """Compare a sidecar with the contents of the files; reads all tokens."""
+def _find_sidecar_faults(token_file: AnyTokenFile, sidecar: Sidecar) -> list[str]:
+    """Return a sentence for each entry of a sidecar that the tokens contradict; reads them all."""
     path = add_suffix(token_file.prefix, ".bin")
-    smallest, largest = _find_id_range(token_file)
+    smallest_id, largest_id = _find_id_range(token_file)
     faults = []
-    if smallest < 0:
-        faults.append(f"{path} has negative ids, down to {smallest}.")
-    if largest >= sidecar.vocab_size:
+    if smallest_id < 0:
+        faults.append(f"{path} has negative ids, down to {smallest_id}.")
+    if largest_id >= sidecar.vocab_size:
         faults.append(
-            f"{path} has ids up to {largest}, which a vocabulary of {sidecar.vocab_size} does not "
-            "reach."
+            f"{path} has ids up to {largest_id}, which a vocabulary of {sidecar.vocab_size} does "
+            "not reach."
         )
-    fields: list[tuple[str, object, object]] = [
-        ("dtype", sidecar.dtype, token_file.tokens.dtype.name),
-        ("tokens", sidecar.tokens, token_file.num_tokens),
-        ("largest_token", sidecar.largest_token, largest),
-    ]
+    actual_by_entry: dict[str, object] = {
+        "dtype": token_file.tokens.dtype.name,
+        "tokens": token_file.num_tokens,
+        "largest_token": largest_id,
+    }
     if not isinstance(token_file, FlatTokenFile):
-        fields.append(("documents", sidecar.documents, token_file.num_documents))
-    faults += [
-        f"{token_file.prefix}.json says {name} {recorded}, but it is {actual}."
-        for name, recorded, actual in fields
-        if recorded != actual
-    ]
+        actual_by_entry["documents"] = token_file.num_documents
+    for entry, actual in actual_by_entry.items():
+        recorded = getattr(sidecar, entry)
+        if recorded != actual:
+            faults.append(f"{token_file.prefix}.json says {entry} {recorded}, but it is {actual}.")
     return faults
 
 

@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
         with forbid_downloads():
             lines = _describe_step(options, options.step)
     elif options.verify:
-        from llm.prepare.verification import verify
+        from llm.prepare.verification import find_token_file_faults
 
-        faults = verify(Path(options.path))
+        faults = find_token_file_faults(Path(options.path))
         lines, exit_code = (faults, 1) if faults else (["all checks passed"], 0)
     else:
         lines = _describe_tokens(options)

@@ -20,7 +20,7 @@ from llm.prepare.encoder import Encoding
 from llm.prepare.output_files import Output
 from llm.prepare.prepare_files import prepare_files
 from llm.prepare.text.sources import make_file_source
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.processes import wait_until
 from tests.support.ranks import run_ranks, values
 from tests.support.texts import (
@@ -126,7 +126,7 @@ def test_a_text_is_cached_as_token_files_with_the_bytes_of_its_rows(tmp_path):
 
     assert tokens(prefix) == [*(byte + 1 for byte in "ab\u00e9a".encode()), 0]
     assert read_row_bytes(prefix).tolist() == [2, 3]
-    assert verify(prefix) == []
+    assert find_token_file_faults(prefix) == []
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         f"tokens.{kind}" for kind in ("bin", "bytes", "idx", "json")
     ]
@@ -239,7 +239,7 @@ def test_the_next_start_reuses_finished_shards(tmp_path):
     prefix = cache_bytes(tmp_path / "cache", PartsSource(tmp_path))
 
     assert (tmp_path / "reads").read_text().split() == ["first", "second", "second"]
-    assert verify(prefix) == []
+    assert find_token_file_faults(prefix) == []
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from llm.data.formats.flat import FlatTokenFile, open_token_file
 from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.token_files import write_flat, write_pair
 
 
@@ -29,7 +29,7 @@ def test_a_bin_without_an_index_is_a_flat_file_of_two_byte_ids(tmp_path):
     assert file.prefix == tmp_path / "train.v1"
     assert file.tokens.tolist() == [1, 50256, 65535]
     assert (file.num_tokens, file.num_documents) == (3, 0)
-    assert verify(tmp_path / "train.v1.bin") == []
+    assert find_token_file_faults(tmp_path / "train.v1.bin") == []
 
 
 def test_a_bin_without_its_index_is_read_as_flat_only_by_its_full_name(tmp_path):

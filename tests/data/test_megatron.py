@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llm.data.formats.megatron import TokenFile, token_dtype
 from llm.errors import DataError
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.token_files import describe, write_sequences
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]]]
@@ -196,10 +196,10 @@ def test_opening_and_reading_take_no_longer_for_a_trillion_tokens(tmp_path):
 
 def test_the_check_reports_ids_beyond_the_vocabulary_and_below_zero(tmp_path):
     prefix = write_sequences(tmp_path / "text", [[[5, -3, 70000]]], "<i4")
-    assert verify(prefix) == []
+    assert find_token_file_faults(prefix) == []
 
     describe(prefix, fingerprint="0", largest_token=69999)
-    faults = verify(prefix)
+    faults = find_token_file_faults(prefix)
 
     assert f"{prefix}.bin has negative ids, down to -3." in faults
     assert f"{prefix}.json says largest_token 69999, but it is 70000." in faults
@@ -213,14 +213,14 @@ def test_opening_samples_a_large_index_and_the_check_reads_all_of_it(tmp_path, m
     for name, number in limits.items():
         monkeypatch.setattr(f"llm.data.formats.megatron.{name}", number)
     prefix = write_sequences(tmp_path / "text", [[[1, 2]]] * 10)
-    assert verify(prefix) == []
+    assert find_token_file_faults(prefix) == []
     idx = bytearray((tmp_path / "text.idx").read_bytes())
     struct.pack_into("<i", idx, 34 + 4 * 4, -2)
     struct.pack_into("<q", idx, 34 + 40 + 8 * 6, 30)
     struct.pack_into("<q", idx, 34 + 40 + 80 + 8 * 6, 9)
     (tmp_path / "text.idx").write_bytes(idx)
 
-    assert verify(prefix) == [
+    assert find_token_file_faults(prefix) == [
         f"{prefix}.idx has 1 sequences of negative length; the first one is number 4.",
         f"{prefix}.idx has 3 sequences that do not end where the next one starts; the first one is "
         "number 4.",

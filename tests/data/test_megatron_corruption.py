@@ -14,7 +14,7 @@ import pytest
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.megatron import TokenFile
 from llm.errors import DataError
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.token_files import write_sequences
 
 EXTREMES = [0, 1, 2, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
@@ -117,7 +117,7 @@ def test_each_damaged_pair_is_refused_or_gives_its_own_tokens(tmp_path, pairs, d
         (tmp_path / "damaged.idx").write_bytes(idx)
         (tmp_path / "damaged.bin").write_bytes(data)
         refused = read_everything(tmp_path / "damaged")
-        assert all(fault.endswith(".") for fault in verify(tmp_path / "damaged"))
+        assert all(fault.endswith(".") for fault in find_token_file_faults(tmp_path / "damaged"))
         if not refused:
             tokens = open_token_file(tmp_path / "damaged").tokens
             assert tokens.tolist() == np.frombuffer(data, DTYPES[number]).tolist()

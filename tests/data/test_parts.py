@@ -10,7 +10,7 @@ from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
 from llm.data.formats.sidecar import describe_token_files, open_described, read_sidecar
 from llm.data.splits import split_documents
 from llm.errors import DataError
-from llm.prepare.verification import compute_checksums, verify
+from llm.prepare.verification import compute_checksums, find_token_file_faults
 from llm.tools.inspect import main as inspect
 from llm.trainers.gpt.step_samples import split_into_passages
 from tests.support.token_files import describe, write_pair, write_parts
@@ -153,11 +153,11 @@ def test_parts_are_inspected_and_verified_as_one(both, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "5 parts, parts-00000-of-00005 to parts-00004-of-00005" in shown
     assert "document 1, 1 tokens" in shown
-    assert verify(tmp_path / "parts") == []
+    assert find_token_file_faults(tmp_path / "parts") == []
 
     part = tmp_path / "parts-00002-of-00005.bin"
     part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
-    (fault,) = verify(tmp_path / "parts")
+    (fault,) = find_token_file_faults(tmp_path / "parts")
     assert "parts-00002-of-00005.bin: somewhere in the bytes 0 to " in fault
 
 
@@ -223,4 +223,4 @@ def test_parts_that_do_not_belong_together_are_refused_in_one_sentence(tmp_path,
         open_described(tmp_path, describe_token_files(tmp_path / "parts"))
 
     assert str(error.value).endswith(".")
-    assert verify(tmp_path / "parts") != []
+    assert find_token_file_faults(tmp_path / "parts") != []

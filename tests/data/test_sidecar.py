@@ -15,7 +15,7 @@ from llm.data.formats.sidecar import (
     write_sidecar,
 )
 from llm.errors import DataError
-from llm.prepare.verification import compute_checksums, verify
+from llm.prepare.verification import compute_checksums, find_token_file_faults
 from tests.support.token_files import TokenFileWriter, write_flat, write_pair
 
 MIB = 2**20
@@ -163,9 +163,9 @@ def test_there_is_a_checksum_for_every_64_mib(tmp_path, size):
 
 
 def test_sound_files_have_no_faults(prefix, tmp_path):
-    assert verify(prefix) == []
-    assert verify(tmp_path / "text.bin") == []
-    assert verify(write_pair(tmp_path / "foreign", DOCUMENTS, "<i4")) == []
+    assert find_token_file_faults(prefix) == []
+    assert find_token_file_faults(tmp_path / "text.bin") == []
+    assert find_token_file_faults(write_pair(tmp_path / "foreign", DOCUMENTS, "<i4")) == []
 
 
 def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
@@ -180,7 +180,7 @@ def test_every_changed_bit_is_detected_and_located(prefix, monkeypatch):
             path.write_bytes(damaged)
             start = bit // 8 // 16 * 16
             stop = min(start + 16, len(sound)) - 1
-            assert verify(prefix)[0] == (
+            assert find_token_file_faults(prefix)[0] == (
                 f"{path}: somewhere in the bytes {start} to {stop} it has changed since it was "
                 "written."
             )
@@ -199,7 +199,7 @@ def test_a_wrong_length_is_reported_even_if_the_file_cannot_be_opened(prefix, da
     path = prefix.parent / "text.bin"
     path.write_bytes(damage(path.read_bytes()))
 
-    faults = verify(prefix)
+    faults = find_token_file_faults(prefix)
 
     assert fault in faults[0]
     assert "bytes long, not 10 as" in faults[1]
@@ -209,7 +209,7 @@ def test_a_damaged_sidecar_is_reported_along_with_the_faults_of_the_files(prefix
     (prefix.parent / "text.json").write_text("{")
     (prefix.parent / "text.bin").write_bytes(bytes(3))
 
-    faults = verify(prefix)
+    faults = find_token_file_faults(prefix)
 
     assert ["text.json" in faults[0], "text.bin is 3 bytes" in faults[1]] == [True, True]
 
@@ -228,23 +228,23 @@ def test_a_damaged_sidecar_is_reported_along_with_the_faults_of_the_files(prefix
 def test_numbers_that_disagree_with_the_files_are_faults(prefix, changes, fault):
     write_sidecar(prefix, sidecar_of(prefix, **changes))
 
-    assert fault in verify(prefix)[0]
+    assert fault in find_token_file_faults(prefix)[0]
 
 
 def test_a_pair_without_its_index_is_not_read_as_a_flat_file(prefix):
     (prefix.parent / "text.idx").unlink()
 
-    assert "text.idx cannot be read" in verify(prefix.parent / "text.bin")[0]
+    assert "text.idx cannot be read" in find_token_file_faults(prefix.parent / "text.bin")[0]
 
 
 def test_a_flat_file_is_verified_as_well(tmp_path):
     write_flat(tmp_path / "train.bin", [1, 2, 3, 4, 0])
     path = tmp_path / "train"
     write_sidecar(path, sidecar_of(path, largest_token=4, documents=1))
-    assert verify(tmp_path / "train.bin") == []
+    assert find_token_file_faults(tmp_path / "train.bin") == []
 
     write_flat(tmp_path / "train.bin", [1, 2, 3, 5, 0])
-    assert len(verify(tmp_path / "train.bin")) == 2
+    assert len(find_token_file_faults(tmp_path / "train.bin")) == 2
 
 
 def test_files_without_tokens_are_reported_as_faulty(tmp_path):
@@ -254,12 +254,14 @@ def test_files_without_tokens_are_reported_as_faulty(tmp_path):
 
     for name in ("text", "train"):
         path = tmp_path / (name if name == "text" else "train.bin")
-        assert verify(path) == [f"{tmp_path}/{name}.bin is empty: it contains no tokens."]
+        assert find_token_file_faults(path) == [
+            f"{tmp_path}/{name}.bin is empty: it contains no tokens."
+        ]
 
 
 def test_verifying_missing_files_is_refused(tmp_path):
     with pytest.raises(DataError, match="There is no token file"):
-        verify(tmp_path / "text")
+        find_token_file_faults(tmp_path / "text")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from llm.data.formats.megatron import TokenFile
 from llm.data.formats.sidecar import read_sidecar
 from llm.prepare import prepare_files
 from llm.prepare.prepare import main
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from llm.tokenizers.load_tokenizer import load_tokenizer
 from llm.tokenizers.options import TokenizerOptions
 from tests.support.texts import PACK, expected_pair, json_lines, names, pair, write
@@ -42,7 +42,7 @@ def test_json_lines_become_the_files_that_megatron_would_write(tmp_path, capsys)
 
     assert pair("out/wiki_text_document") == expected_pair(tmp_path / "e", TEXTS)
     assert names("out") == [f"wiki_text_document.{kind}" for kind in ("bin", "idx", "json")]
-    assert verify(tmp_path / "out" / "wiki_text_document") == []
+    assert find_token_file_faults(tmp_path / "out" / "wiki_text_document") == []
     sidecar = read_sidecar(tmp_path / "out" / "wiki_text_document")
     assert (sidecar.documents, sidecar.empty_documents) == (len(TEXTS) - 1, 1)
     assert sidecar.text_bytes == sum(len(text.encode()) for text in TEXTS)
@@ -168,7 +168,7 @@ def test_documents_begin_with_bos_if_an_option_says_so(tmp_path):
     sidecar = read_sidecar(tmp_path / "wiki_text_document")
     assert sidecar is not None
     assert sidecar.prepend_bos
-    assert verify(tmp_path / "wiki_text_document") == []
+    assert find_token_file_faults(tmp_path / "wiki_text_document") == []
 
 
 def test_a_tokenizer_without_a_beginning_of_text_is_refused(tmp_path, capsys):
@@ -279,7 +279,7 @@ def test_ids_with_gaps_take_the_bytes_of_the_largest_id(tmp_path):
 
     file = TokenFile(tmp_path / "wiki_text_document")
     assert (file.tokens.dtype, file.tokens.tolist()) == ("int32", [1, 70_000])
-    assert verify(tmp_path / "wiki_text_document") == []
+    assert find_token_file_faults(tmp_path / "wiki_text_document") == []
 
 
 def test_a_worker_passes_on_that_the_tokenizer_failed_on_a_text(tmp_path, capfd):

@@ -11,7 +11,7 @@ from llm.data.formats.sidecar import read_sidecar
 from llm.errors import ConfigError, DataError
 from llm.prepare.output_files import Output
 from llm.prepare.text.sources import make_file_source
-from llm.prepare.verification import compute_checksums, verify
+from llm.prepare.verification import compute_checksums, find_token_file_faults
 from tests.support.texts import (
     THREE,
     FailingSource,
@@ -50,7 +50,7 @@ def test_preparation_leaves_three_files_and_records_the_text_statistics(tmp_path
     assert (sidecar.vocab_size, sidecar.eos_token_id, sidecar.append_eos) == (257, 0, True)
     assert sidecar.sources == ["a", "b"]
     assert sidecar.checksums["bin"] == compute_checksums(prefix.parent / "wiki.bin")
-    assert verify(prefix) == []
+    assert find_token_file_faults(prefix) == []
     assert caplog.messages[-2].startswith(
         "3 documents, 9 tokens, 6 bytes of text (0.667 per token); 2 empty and 0 skipped "
         "documents; 0:00:0"
@@ -177,7 +177,7 @@ def test_one_removed_file_of_two_is_prepared_again_with_a_message(tmp_path, capl
     prepare(tmp_path / "wiki", [ListSource(["a", "b"])], **options)
 
     assert f"{tmp_path}/wiki/val.bin is missing. The same options made it" in caplog.text
-    assert verify(tmp_path / "wiki" / "val.bin") == []
+    assert find_token_file_faults(tmp_path / "wiki" / "val.bin") == []
 
 
 @pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, OSError])
@@ -337,7 +337,11 @@ def test_nanogpt_files_are_split_at_a_document_end(tmp_path):
     assert (val.documents, val.tokens, val.text_bytes) == (2, 6, 4)
     assert (train.documents, train.tokens, train.text_bytes) == (2, 5, 3)
     assert (val.largest_token, train.largest_token) == (ord("d") + 1, 0xC3 + 1)
-    assert verify(tmp_path / "wiki" / "train.bin") == verify(tmp_path / "wiki" / "val.bin") == []
+    assert (
+        find_token_file_faults(tmp_path / "wiki" / "train.bin")
+        == find_token_file_faults(tmp_path / "wiki" / "val.bin")
+        == []
+    )
 
 
 def test_the_bytes_of_a_nanogpt_file_count_documents_of_many_texts(tmp_path):

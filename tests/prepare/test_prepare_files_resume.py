@@ -7,7 +7,7 @@ import pytest
 from llm.errors import DataError
 from llm.prepare import prepare_files
 from llm.prepare.output_files import Output
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.texts import (
     THREE,
     FailingSource,
@@ -75,7 +75,7 @@ def test_a_run_killed_between_the_renames_is_finished_by_the_next(
             prepare(prefix, [ReadSource(["a", "b"])], **options)
     for made in Output(prefix=prefix, **options).names:
         if made.with_name(f"{made.name}.bin").exists():
-            assert verify(made.with_name(f"{made.name}.bin")) == []
+            assert find_token_file_faults(made.with_name(f"{made.name}.bin")) == []
 
     prepare(prefix, [ReadSource(["a", "b"])], **options)
 
@@ -156,7 +156,7 @@ def test_another_command_or_input_starts_over_and_says_so(tmp_path, caplog, monk
     said = "/wiki.parts belongs to another command, or its input has changed: starting again"
     assert (f"{tmp_path}{said}" in caplog.messages) == (change != "plan")
     assert names(tmp_path) == THREE
-    assert verify(tmp_path / "wiki") == []
+    assert find_token_file_faults(tmp_path / "wiki") == []
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx", "bytes", "json"])

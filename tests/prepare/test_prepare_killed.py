@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.processes import is_alive, wait_until
 from tests.support.texts import expected_pair, json_lines, names, pair, write
 
@@ -123,7 +123,7 @@ def test_a_preparation_killed_at_any_time_resumes_to_the_same_bytes(tmp_path):
     assert kills > 0
     assert process.returncode == 0 or "exists already" in output
     assert pair("out_text_document") == expected_pair(tmp_path / "e", TEXTS)
-    assert verify(Path("out_text_document")) == []
+    assert find_token_file_faults(Path("out_text_document")) == []
 
 
 def test_an_interruption_ends_all_processes_with_a_sentence(tmp_path):

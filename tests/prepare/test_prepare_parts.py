@@ -12,7 +12,7 @@ from llm.errors import DataError
 from llm.prepare import prepare_files
 from llm.prepare.prepare import main
 from llm.prepare.shares import Share
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from tests.support.texts import THREE, ListSource, ReadSource, content, names, prepare
 
 PARTS = [f"wiki-{number:05d}-of-00003.{kind}" for number in range(3) for kind in ("bin", "idx")]
@@ -44,7 +44,7 @@ def test_parts_are_the_same_for_any_number_of_ranks(tmp_path, ranks):
 
     assert names(tmp_path / "ranks") == [*PARTS, "wiki.json"]
     assert content(tmp_path / "ranks") == content(tmp_path / "alone")
-    assert verify(tmp_path / "ranks" / "wiki") == []
+    assert find_token_file_faults(tmp_path / "ranks" / "wiki") == []
     whole = TokenFile(tmp_path / "whole" / "wiki")
     parts = open_token_file(tmp_path / "ranks" / "wiki")
     assert np.asarray(parts.tokens).tolist() == whole.tokens.tolist()

@@ -17,7 +17,7 @@ from llm.prepare.output_files import Output
 from llm.prepare.prepare import main
 from llm.prepare.shards import require_reference
 from llm.prepare.shares import Share, acquire_join, find_share
-from llm.prepare.verification import verify
+from llm.prepare.verification import find_token_file_faults
 from llm.runtime.claims import Claim
 from tests.support.processes import wait_until
 from tests.support.texts import (
@@ -155,7 +155,7 @@ def test_ranks_that_finish_together_join_the_shards_once(tmp_path):
     assert joins.read_text() == "x"
     joins.unlink()
     assert names(tmp_path) == THREE
-    assert verify(tmp_path / "wiki") == []
+    assert find_token_file_faults(tmp_path / "wiki") == []
 
 
 def test_of_many_ranks_that_claim_the_join_at_once_one_has_it(tmp_path):

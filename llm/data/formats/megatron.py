@@ -149,7 +149,7 @@ class TokenFile:
 
     Opening checks the header and the tables, and compares each file's length with the header and
     the last pointer. Tables of more than 2^24 entries are sampled, so pointers are checked again
-    when they are followed. `verification.verify` checks everything.
+    when they are followed. `verification.find_token_file_faults` checks everything.
 
     Attributes:
         prefix: The path of both files without their suffix.

@@ -174,7 +174,7 @@ class FileChunk:
             DataError: As `read_blocks`, or a line has more than `MAX_DOCUMENT_BYTES`.
         """
         byte_order_mark = BOM if self.start == 0 else b""
-        line_pieces: list[bytes] = []  # the beginning of a line; its end has not been read yet
+        line_pieces: list[bytes] = []  # the beginning of a line, until its end is read
         line_bytes, line_number, is_too_long = 0, 1, False  # of this line
         for block in self.read_blocks():
             first_line_end = block.find(b"\n")

@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from llm.data.dataset_folder import find_saved_dataset
 from llm.data.hub_files import explain_dataset_errors
@@ -17,6 +17,7 @@ from llm.prepare.text.sources import Source
 _BATCH_ROWS = 1000
 _ROWS_PER_CHUNK = 100_000
 _STRING_TYPES = ("string", "large_string", "string_view")
+_ColumnKind = Literal["text", "null", "other"]
 
 logger = logging.getLogger("llm.data")
 
@@ -204,30 +205,34 @@ class _DatasetSplit:
         """Choose the column with the text; for a stream without features, by its first row."""
         with self._loader.explain_dataset_errors():
             if data.features:
-                type_by_column = {
-                    name: getattr(column_type, "dtype", "")
-                    for name, column_type in data.features.items()
-                }
-                text_columns = [
-                    name
-                    for name, column_type in type_by_column.items()
-                    if column_type in _STRING_TYPES
-                ]
-                null_columns = [
-                    name for name, column_type in type_by_column.items() if column_type == "null"
-                ]
-                columns, record_scope = list(type_by_column), ""
+                kind_by_column = _read_column_kinds(data.features)
+                record_scope = ""
             else:
-                row: dict[str, Any] = next(iter(data), {})
-                text_columns = [name for name, value in row.items() if isinstance(value, str)]
-                null_columns = [name for name, value in row.items() if value is None]
-                columns, record_scope = list(row), "in its first row"
+                kind_by_column = _guess_column_kinds(next(iter(data), {}))
+                record_scope = "in its first row"
         return choose_column(
-            columns,
+            list(kind_by_column),
             self._text_column,
             self.name,
-            text_columns=text_columns,
-            null_columns=null_columns,
+            text_columns=[name for name, kind in kind_by_column.items() if kind == "text"],
+            null_columns=[name for name, kind in kind_by_column.items() if kind == "null"],
             record_scope=record_scope,
             log_choice=self._range is None or self._range[0] == 0,
         )
+
+
+def _read_column_kinds(features: Mapping[str, Any]) -> dict[str, _ColumnKind]:
+    """Return the kind of each column from the features that a data set declares."""
+    kinds: dict[str, _ColumnKind] = {}
+    for name, feature in features.items():
+        dtype = getattr(feature, "dtype", "")
+        kinds[name] = "text" if dtype in _STRING_TYPES else "null" if dtype == "null" else "other"
+    return kinds
+
+
+def _guess_column_kinds(row: Mapping[str, Any]) -> dict[str, _ColumnKind]:
+    """Return the kind of each column from the values of one row."""
+    kinds: dict[str, _ColumnKind] = {}
+    for name, value in row.items():
+        kinds[name] = "text" if isinstance(value, str) else "null" if value is None else "other"
+    return kinds

@@ -69,21 +69,14 @@ def choose_column(
         DataError: The column does not exist, or exists more than once, or another column may
             hold the text; the message lists the columns of strings.
     """
-    column = requested_column
-    if column is None and "text" not in columns and len(text_columns) == 1:
+    column = "text" if requested_column is None else requested_column
+    if requested_column is None and "text" not in columns and len(text_columns) == 1:
         column = text_columns[0]
         reason = f"the only column with text {record_scope}".rstrip()
         if null_columns:
-            raise DataError(
-                f"{location} has no column 'text'. {column!r} is {reason}, but "
-                f"{null_columns[0]!r} is null there and may be the right one; choose with "
-                "--text_column from: "
-                f"{', '.join((column, *null_columns))}."
-            )
+            raise _ambiguous_column_error(column, location, reason, null_columns)
         if log_choice:
             logger.info(f"{location}: no column is named 'text'; taking {column!r}, {reason}")
-    if column is None:
-        column = "text"
     if column not in columns:
         raise DataError(
             f"{location} has no column {column!r}; choose one with --text_column from: "
@@ -92,6 +85,24 @@ def choose_column(
     if columns.count(column) > 1:
         raise DataError(f"{location} has several columns {column!r}; rename all but the right one.")
     return column
+
+
+def _ambiguous_column_error(
+    column: str, location: object, reason: str, null_columns: Sequence[str]
+) -> DataError:
+    """Return the error for a column of strings if columns of nulls may hold the text too.
+
+    Args:
+        column: The column of strings.
+        location: The file or data set.
+        reason: Why the column would be chosen.
+        null_columns: The columns that hold only nulls.
+    """
+    return DataError(
+        f"{location} has no column 'text'. {column!r} is {reason}, but {null_columns[0]!r} is null "
+        "there and may be the right one; choose with --text_column from: "
+        f"{', '.join((column, *null_columns))}."
+    )
 
 
 def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -65,11 +65,9 @@ class TrainingTexts:
         num_pieces = 0
         last_log = time.monotonic()
         for source in self.sources:
-            num_pieces_before = num_pieces
-            # Lines of one document stay together, unless some of them are drawn.
-            joins_batch = source.one_document and self.max_sentences is None
-            for batch in source.batches():
-                for text in filter(None, ["".join(batch)] if joins_batch else batch):
+            num_earlier_pieces = num_pieces
+            for batch in self._read_batches(source):
+                for text in filter(None, batch):
                     self.num_documents += not source.one_document
                     self.num_bytes += len(text.encode())
                     num_pieces = self._sample_pieces(text, num_pieces, generator)
@@ -77,10 +75,21 @@ class TrainingTexts:
                 if time.monotonic() - last_log > _LOG_SECONDS:
                     last_log = time.monotonic()
                     logger.info(f"read {self.num_bytes / 1e6:,.0f} MB of text")
-            self.num_documents += source.one_document and num_pieces > num_pieces_before
+            self.num_documents += source.one_document and num_pieces > num_earlier_pieces
         if not num_pieces:
             names = ", ".join(source.name for source in self.sources)
             raise DataError(f"No text was found in {names}; give an --input with text.")
+
+    def _read_batches(self, source: Source) -> Iterator[list[str]]:
+        """Yield the texts of a source; the lines of a batch of one document are joined.
+
+        They stay separate if some of them are drawn.
+        """
+        for batch in source.batches():
+            if source.one_document and self.max_sentences is None:
+                yield ["".join(batch)]
+            else:
+                yield batch
 
     def _sample_pieces(self, text: str, num_pieces: int, generator: random.Random) -> int:
         """Add the pieces of a text to the sample; return the number of all pieces so far."""

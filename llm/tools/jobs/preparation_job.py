@@ -11,7 +11,7 @@ from dataclasses import replace
 from llm.config.command_line import parse
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
-from llm.prepare.options import PrepareConfig, check
+from llm.prepare.options import PrepareConfig, check_prepare_config
 from llm.tools.jobs.notes import describe_preparation
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
@@ -78,7 +78,7 @@ def _parse_prepare_options(arguments: Sequence[str]) -> PrepareConfig:
     if not arguments:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
     config = parse(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
-    check(config)
+    check_prepare_config(config)
     return config
 
 
