@@ -20,7 +20,7 @@ from llm.models.patches.routers import float32_routers
 logger = logging.getLogger("llm.parallel")
 
 
-def convert_to_fp8(model: nn.Module, *, all_gather: bool = False) -> None:
+def convert_to_fp8(model: nn.Module, *, all_gather: bool) -> None:
     """Let the linear layers of a model multiply in float8, except the first and the last one.
 
     Routers in float32 do not change. Accelerate converts a model in its `prepare` only, which would

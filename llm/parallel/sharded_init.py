@@ -317,6 +317,16 @@ class ShardedDraws(KeyedDraws):
             _copy_shard(self._target_by_name[name], full_tensor)
 
 
+def _locate_shard(target: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Return this rank's shard of a tensor, and its first index in each dimension."""
+    if not isinstance(target, DTensor):
+        return target, (0,) * target.ndim
+    _, offsets = compute_local_shape_and_global_offset(
+        target.shape, target.device_mesh, target.placements
+    )
+    return unwrap_float8_weight(target.to_local()), offsets
+
+
 def _copy_shard(target: Tensor, full_tensor: Any) -> None:
     """Copy this rank's shard of a whole tensor; rows that the whole tensor lacks become zero.
 
@@ -325,12 +335,7 @@ def _copy_shard(target: Tensor, full_tensor: Any) -> None:
         full_tensor: A tensor, or one in a safetensors file; only the shard is read.
     """
     shape = full_tensor.shape if isinstance(full_tensor, Tensor) else full_tensor.get_shape()
-    local_shard, offsets = target, (0,) * target.ndim
-    if isinstance(target, DTensor):
-        local_shard = unwrap_float8_weight(target.to_local())
-        _, offsets = compute_local_shape_and_global_offset(
-            target.shape, target.device_mesh, target.placements
-        )
+    local_shard, offsets = _locate_shard(target)
     if list(target.shape) != list(shape):
         local_shard.zero_()
     # The shard may reach beyond the whole tensor, into padding.

@@ -9,6 +9,7 @@ Each file is written under a temporary name and renamed, so a worker that was gi
 not disturb its replacement at the same shard. A text without tokens is dropped and counted.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -96,15 +97,13 @@ def write_shard(
     is_fast = not isinstance(encoder, ReferenceEncoder)
     try:
         writer = _ShardWriter(source, temporary_stem, encoding.dtype)
-        try:
+        with contextlib.closing(writer):
             for texts in source.batches(bad_records):
                 writer.add_texts(texts, *_encode_batch(texts, writer, encoding, encoder))
                 on_progress(writer.stats)
             if source.one_document:
                 writer.end_document(encoding.end)
             writer.write_index()
-        finally:
-            writer.close()
         writer.add_checksums()
         stats = dataclasses.replace(writer.stats, skipped=bad_records.skipped, fast=is_fast)
         if is_fast and needs_reference(stem.parent):

@@ -52,12 +52,7 @@ _exchange_counter = itertools.count()
 logger = logging.getLogger("llm")
 
 
-def on_all_ranks(
-    action: Callable[[], T],
-    *,
-    group: "ProcessGroup | None" = None,
-    timeout: float = CONNECT_TIMEOUT_SECONDS,
-) -> T:
+def on_all_ranks(action: Callable[[], T], *, timeout: float = CONNECT_TIMEOUT_SECONDS) -> T:
     """Call a function on every rank; return this rank's result when all ranks have finished.
 
     Calls may be nested. After an error between two inner calls, the next inner call of the other
@@ -65,16 +60,15 @@ def on_all_ranks(
 
     Args:
         action: The function.
-        group: The ranks that call this; by default all ranks.
         timeout: Seconds to wait for the other ranks before process groups form.
 
     Raises:
         LLMError: The error of the first rank that failed, on all ranks.
         PeerLostError: Another rank has ended or does not respond.
     """
-    with _share_error(group, timeout):
+    with _share_error(group=None, timeout=timeout):
         result = action()
-    _exchange_values(None, None, group, timeout)
+    _exchange_values(None, error=None, group=None, timeout=timeout)
     return result
 
 
@@ -101,7 +95,7 @@ def gather_results(action: Callable[[], T], *, group: "ProcessGroup | None" = No
         LLMError: The error of the first rank that failed, on all ranks.
         PeerLostError: Another rank has ended or does not respond.
     """
-    with _share_error(group, CONNECT_TIMEOUT_SECONDS):
+    with _share_error(group=group, timeout=CONNECT_TIMEOUT_SECONDS):
         result = action()
     return gather(result, group=group)
 
@@ -116,18 +110,18 @@ def gather(value: T, *, group: "ProcessGroup | None" = None) -> list[T]:
     Raises:
         LLMError: Another rank failed within `on_all_ranks`.
     """
-    return _exchange_values(value, None, group, CONNECT_TIMEOUT_SECONDS)
+    return _exchange_values(value, error=None, group=group, timeout=CONNECT_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager
-def _share_error(group: "ProcessGroup | None", timeout: float) -> Iterator[None]:
+def _share_error(*, group: "ProcessGroup | None", timeout: float) -> Iterator[None]:
     """Send an error of the context to all ranks, which raise it where they exchange values."""
     try:
         yield
     except Exception as error:
         # The other ranks would not receive the news that a rank is lost.
         if not (is_shared(error) or isinstance(error, PeerLostError)):
-            _exchange_values(None, error, group, timeout)
+            _exchange_values(None, error=error, group=group, timeout=timeout)
         raise
 
 
@@ -146,7 +140,7 @@ def leave_together(seconds: float) -> None:
 
 
 def _exchange_values(
-    value: Any, error: Exception | None, group: "ProcessGroup | None", timeout: float
+    value: Any, *, error: Exception | None, group: "ProcessGroup | None", timeout: float
 ) -> list[Any]:
     """Return the values of all ranks, or raise the error of the first rank that has one."""
     if _world_size() == 1:

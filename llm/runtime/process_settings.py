@@ -143,14 +143,20 @@ def use_private_compile_cache() -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _is_private_folder(folder):
-        shared_folder, folder = folder, Path(tempfile.mkdtemp(prefix=f"{folder.name}_"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        logger.warning(
-            f"Users other than you may have written in {shared_folder}, so compiled code is kept "
-            f"in {folder} instead, which this process removes at its end. Remove {shared_folder}, "
-            f"or export {_COMPILE_CACHE_VARIABLE} with a folder that only you can write."
-        )
+        folder = _make_temporary_cache(folder)
     os.environ[_COMPILE_CACHE_VARIABLE] = str(folder)
+
+
+def _make_temporary_cache(shared_folder: Path) -> Path:
+    """Return a folder for this process instead of one that others may have written in."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{shared_folder.name}_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning(
+        f"Users other than you may have written in {shared_folder}, so compiled code is kept "
+        f"in {folder} instead, which this process removes at its end. Remove {shared_folder}, "
+        f"or export {_COMPILE_CACHE_VARIABLE} with a folder that only you can write."
+    )
+    return folder
 
 
 def _is_private_folder(path: Path) -> bool:

@@ -343,18 +343,22 @@ def _make_normalizer(proto: Any) -> Any:
         normalizer_steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         normalizer_steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     if normalizer_spec.add_dummy_prefix:
-        symbols = [re.escape(piece.piece) for piece in proto.pieces if piece.type == _USER_DEFINED]
-        if symbols:
-            # The library would normalize the symbols too, but they must not change.
-            symbol_alone = rf"(?:{'|'.join(symbols)})\z"
-            normalizer_steps.append(
-                normalizers.Replace(Regex(rf"\A(?!{symbol_alone})(?=[\s\S])"), _SPACE)
-            )
-        else:
-            normalizer_steps.append(normalizers.Prepend(_SPACE))
+        normalizer_steps.append(_make_dummy_prefix(proto))
     if normalizer_spec.escape_whitespaces:
         normalizer_steps.append(normalizers.Replace(" ", _SPACE))
     return normalizers.Sequence(normalizer_steps)
+
+
+def _make_dummy_prefix(proto: Any) -> Any:
+    """Return the normalizer that puts a space in front of a text, unless it is one symbol."""
+    from tokenizers import Regex, normalizers
+
+    symbols = [re.escape(piece.piece) for piece in proto.pieces if piece.type == _USER_DEFINED]
+    if not symbols:
+        return normalizers.Prepend(_SPACE)
+    # The library would normalize the symbols too, but they must not change.
+    symbol_alone = rf"(?:{'|'.join(symbols)})\z"
+    return normalizers.Replace(Regex(rf"\A(?!{symbol_alone})(?=[\s\S])"), _SPACE)
 
 
 def _check_equal_ids(

@@ -241,16 +241,7 @@ def check_same_start(run: Run) -> None:
     Raises:
         ParallelError: Names the inputs of two ranks; raised on all ranks.
     """
-    start = run.start or run.init_from
-    local_inputs = {
-        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_time}",
-        "seed": run.seed,
-    }
-    if isinstance(run, TrainingRun):
-        local_inputs["windows"] = run.samples.num_windows
-        # A sidecar may exist on only some nodes, so its digest is not compared.
-        local_inputs["data"] = f"{run.data_digest['ends']}-{run.data_digest['places']}"
-    inputs_by_rank = gather(local_inputs)
+    inputs_by_rank = gather(_describe_inputs(run))
     for rank, rank_inputs in enumerate(inputs_by_rank):
         if rank_inputs != inputs_by_rank[0]:
             raise ParallelError(
@@ -269,6 +260,20 @@ def load_weights(checkpoint: Checkpoint | None, strategy: AcceleratedStrategy) -
     """
     if checkpoint is not None:
         load_model(checkpoint, strategy.state_dict()["model"])
+
+
+def _describe_inputs(run: Run) -> dict[str, str | int | None]:
+    """Return what must be the same on all ranks: checkpoint, seed and data."""
+    start = run.start or run.init_from
+    inputs: dict[str, str | int | None] = {
+        "checkpoint": None if start is None else f"{start.path.name} of {start.saved_time}",
+        "seed": run.seed,
+    }
+    if isinstance(run, TrainingRun):
+        inputs["windows"] = run.samples.num_windows
+        # A sidecar may exist on only some nodes, so its digest is not compared.
+        inputs["data"] = f"{run.data_digest['ends']}-{run.data_digest['places']}"
+    return inputs
 
 
 def load_start_checkpoint(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """Weights that are trained but do not take part in the loss."""
 
 import logging
+from collections.abc import Sequence
 
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
@@ -30,14 +31,18 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
         return
 
     num_idle_parameters = sum(num_parameters_by_weight[name] for name in idle_weights)
-    weight_list = ", ".join(idle_weights[:_MAX_LISTED_WEIGHTS])
-    if len(idle_weights) > _MAX_LISTED_WEIGHTS:
-        weight_list += f" and {len(idle_weights) - _MAX_LISTED_WEIGHTS:,} more"
     logger.info(
         f"{len(idle_weights):,} of {len(num_parameters_by_weight):,} trained weights "
         f"({num_idle_parameters:,} parameters) got no gradient in the first step, and keep "
-        f"their values if that stays so: {weight_list}."
+        f"their values if that stays so: {_list_names(idle_weights)}."
     )
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """Return the first names as a list, and the number of the others."""
+    name_list = ", ".join(names[:_MAX_LISTED_WEIGHTS])
+    num_unlisted = len(names) - _MAX_LISTED_WEIGHTS
+    return f"{name_list} and {num_unlisted:,} more" if num_unlisted > 0 else name_list
 
 
 def _list_local_weights(strategy: AcceleratedStrategy) -> tuple[dict[str, int], list[str]]:

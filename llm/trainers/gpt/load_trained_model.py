@@ -145,12 +145,17 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         path for path in list_checkpoint_folders(folder) if str(checkpoint_step(path)) == step
     ]
     if not matching_paths:
-        choices = [str(checkpoint_step(path)) for path in list_checkpoint_folders(folder)]
-        choices += ["latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
         raise ConfigError(
-            f"{option} {step} names no checkpoint of {folder}; there are {', '.join(choices)}."
+            f"{option} {step} names no checkpoint of {folder}; there are "
+            f"{', '.join(_list_step_names(folder))}."
         )
     return read_verified_checkpoint(matching_paths[-1])
+
+
+def _list_step_names(folder: Path) -> list[str]:
+    """Return the names by which `choose_checkpoint` knows the checkpoints of a run."""
+    steps = [str(checkpoint_step(path)) for path in list_checkpoint_folders(folder)]
+    return [*steps, "latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
 
 
 def _read_newest_checkpoint(folder: Path) -> Checkpoint:

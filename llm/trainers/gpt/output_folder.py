@@ -45,15 +45,20 @@ def check_output_folder(
     if config_file is not None and config.overwrite_output_dir:
         inputs.append(("config", str(config_file)))
     for name, input_path in inputs:
-        input_files = _find_input_files(name, input_path)
-        if any(folder.would_overwrite(file) for file in input_files):
-            raise ConfigError(
-                f"--{name} {input_path} is in --output_dir {folder.path}, which this run would "
-                "replace; name another --output_dir, or move it."
-            )
+        _check_input_outside(folder, name, input_path)
     # A checkpoint of another run does not resume the run in this folder.
     resume = config.resume_from_checkpoint is True
     folder.check(resume=resume, overwrite=config.overwrite_output_dir)
+
+
+def _check_input_outside(folder: RunFolder, option_name: str, input_path: str) -> None:
+    """Refuse an input of a run among the files that the run would replace."""
+    input_files = _find_input_files(option_name, input_path)
+    if any(folder.would_overwrite(file) for file in input_files):
+        raise ConfigError(
+            f"--{option_name} {input_path} is in --output_dir {folder.path}, which this run would "
+            "replace; name another --output_dir, or move it."
+        )
 
 
 def _find_input_files(option_name: str, input_path: str) -> list[Path]:

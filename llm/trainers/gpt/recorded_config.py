@@ -75,15 +75,21 @@ def read_inherited_options(values: dict[str, Any]) -> dict[str, Any]:
         )
     parent_run = _find_parent_run(parent)
     parent_options = non_default(_read_run_config(parent_run))
-    restricted_names = restricted_options(GPTConfig).keys() | {
-        field.name  # a class, which the branch would import
-        for field in fields(GPTConfig)
-        if CLASS_CHOICE in field.choices and names_class(parent_options.get(field.name))
-    }
+    restricted_names = _list_restricted_names(parent_options)
     if omitted_names := sorted((parent_options.keys() & restricted_names) - values.keys()):
         _warn_of_omitted_options(parent_run, omitted_names)
     excluded_names = {*restricted_names, "output_dir", "branch_from"}
     return {name: value for name, value in parent_options.items() if name not in excluded_names}
+
+
+def _list_restricted_names(parent_options: dict[str, Any]) -> set[str]:
+    """Return the options that a folder cannot set, with those that name a class to import."""
+    class_names = {
+        field.name
+        for field in fields(GPTConfig)
+        if CLASS_CHOICE in field.choices and names_class(parent_options.get(field.name))
+    }
+    return restricted_options(GPTConfig).keys() | class_names
 
 
 def _warn_of_omitted_options(parent_run: Path, omitted_names: Sequence[str]) -> None:

@@ -111,12 +111,12 @@ def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
     checkpoint_state = state_options(dataclasses.replace(config, **checkpoint_options))
     state_changes = describe_changes(checkpoint_state, state_options(config))
     if state_changes:
-        other_options = {
+        refused_options = {
             name: value
             for name, value in run_options.items()
             if name not in checkpoint_state and name not in allowed_names
         }
-        changes = [*describe_changes(checkpoint_options, other_options), *state_changes]
+        changes = [*describe_changes(checkpoint_options, refused_options), *state_changes]
         raise CheckpointError(
             f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changes)}. Give "
             "the former values, or start another run from its weights with --init_from."

@@ -308,7 +308,7 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
     trainer.metadata["skip_samples"] = str(skipped)
     trainer.last_saved_step = None
     drop_tensorboard_points(trainer.strategy, step=checkpoint.step)
-    if trainer.strategy.rank == 0:
+    if trainer.strategy.rank == 0:  # the config.toml for a resume
         config = replace(run.config, skip_samples=str(skipped))
         run.folder.open(overwrite=False, config=to_toml(config))
     trainer.saver.open_staging()
@@ -343,9 +343,9 @@ def finish_run(trainer: Trainer, model: PreTrainedModel) -> None:
             _log_final_sample(trainer)
     if trainer.strategy.rank == 0:
         log_end(run, trainer.state, trainer.results, exported_weights=exported_weights)
-        loss = trainer.results.get("loss", 0.0)
-        divergence_reason = None if math.isfinite(loss) else "the validation loss is not finite"
-        run.folder.write_status("finished", reason=divergence_reason, step=trainer.state.step)
+        is_finite = math.isfinite(trainer.results.get("loss", 0.0))
+        divergence = None if is_finite else "the validation loss is not finite"
+        run.folder.write_status("finished", reason=divergence, step=trainer.state.step)
 
 
 def _log_final_sample(trainer: Trainer) -> None:
