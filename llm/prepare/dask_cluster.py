@@ -140,22 +140,22 @@ def connect_to_dask(scheduler_file: str | None) -> Iterator[DaskCluster]:
     address = os.environ.get("DASK_SCHEDULER_ADDRESS")
     _check_scheduler_named(scheduler_file, address)
     _silence_libraries()
-    scheduler = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
+    location = f"--scheduler_file {scheduler_file}" if scheduler_file else f"{address}"
     connection = {"scheduler_file": scheduler_file} if scheduler_file else {"address": address}
     try:
         client = Client(**connection, timeout=_CONNECT_TIMEOUT_SECONDS, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"The Dask scheduler at {scheduler} does not answer ({one_line(error)}); check that it "
+            f"The Dask scheduler at {location} does not answer ({one_line(error)}); check that it "
             "runs, and that this node can connect to it."
         ) from error
     try:
         client.wait_for_workers(1, timeout=_WORKER_TIMEOUT_SECONDS)
-        logger.info(f"Dask: {len(client.nthreads())} workers at {scheduler}")
+        logger.info(f"Dask: {len(client.nthreads())} workers at {location}")
         yield DaskCluster(client)
     except TimeoutError as error:
         raise ConfigError(
-            f"The Dask scheduler at {scheduler} has no worker after {_WORKER_TIMEOUT_SECONDS} s; "
+            f"The Dask scheduler at {location} has no worker after {_WORKER_TIMEOUT_SECONDS} s; "
             "start workers, and repeat the command."
         ) from error
     finally:

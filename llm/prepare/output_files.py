@@ -214,16 +214,16 @@ def join_shards(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any]) ->
         num_sequences += file.num_sequences
         num_documents += file.num_documents
     _join_ids(stems, add_suffix(prefix, ".bin"))
-    with open(add_suffix(prefix, ".idx"), "wb") as idx:
+    with open(add_suffix(prefix, ".idx"), "wb") as idx_file:
         write_index(
-            idx,
+            idx_file,
             dtype,
             num_sequences=num_sequences,
             num_documents=num_documents,
             lengths=lambda: _iterate_lengths(stems),
             documents=_iterate_document_ends(stems),
         )
-        sync(idx)
+        sync(idx_file)
 
 
 def _open_shards(stems: Iterable[Path]) -> Iterator[TokenFile]:
@@ -265,22 +265,22 @@ def join_shuffled(stems: Sequence[Path], prefix: Path, *, dtype: np.dtype[Any], 
     starts = np.cumsum(lengths, dtype=np.int64) - lengths  # int64: a sum of int32 may overflow
 
     shuffle = partial(_shuffle_documents, num_documents, seed=seed)
-    with open(add_suffix(prefix, ".bin"), "wb") as target:
+    with open(add_suffix(prefix, ".bin"), "wb") as bin_file:
         for documents in shuffle():
             ends = starts[documents] + lengths[documents]
             texts = [ids[start:end] for start, end in zip(starts[documents], ends, strict=True)]
-            target.write(np.concatenate(texts).tobytes())
-        sync(target)
-    with open(add_suffix(prefix, ".idx"), "wb") as idx:
+            bin_file.write(np.concatenate(texts).tobytes())
+        sync(bin_file)
+    with open(add_suffix(prefix, ".idx"), "wb") as idx_file:
         write_index(
-            idx,
+            idx_file,
             dtype,
             num_sequences=num_documents,
             num_documents=num_documents,
             lengths=lambda: (lengths[documents] for documents in shuffle()),
             documents=[np.arange(num_documents + 1)],
         )
-        sync(idx)
+        sync(idx_file)
     joined_path.unlink()
 
 
@@ -375,18 +375,23 @@ def check_replaceable(output: Output, inputs: Iterable[Path]) -> None:
             raise DataError(f"{path} is a folder, and a file is to be written there; {remedy}")
     _check_inputs_outside(output, existing_paths, inputs)
     for prefix in output.names:
-        try:
-            read_sidecar(prefix)
-        except DataError as error:
-            raise DataError(
-                f"{prefix}.json would be replaced, and it describes no token file; {remedy}"
-            ) from error
-        index = add_suffix(prefix, ".idx")
-        if output.nanogpt and index.exists():
-            raise DataError(
-                f"{index} belongs to token files of another format, which {prefix}.bin would "
-                f"break; {remedy}"
-            )
+        _check_token_files(prefix, is_nanogpt=output.nanogpt, remedy=remedy)
+
+
+def _check_token_files(prefix: Path, *, is_nanogpt: bool, remedy: str) -> None:
+    """Refuse to replace a JSON file that is no sidecar, or token files of another format."""
+    try:
+        read_sidecar(prefix)
+    except DataError as error:
+        raise DataError(
+            f"{prefix}.json would be replaced, and it describes no token file; {remedy}"
+        ) from error
+    index = add_suffix(prefix, ".idx")
+    if is_nanogpt and index.exists():
+        raise DataError(
+            f"{index} belongs to token files of another format, which {prefix}.bin would "
+            f"break; {remedy}"
+        )
 
 
 def _check_inputs_outside(

@@ -213,9 +213,7 @@ def _encode_shards(
         return
     sources = [source for source, _ in missing_shards]
     progress = _Progress(sources, len(shards), on_progress)
-    num_cores = workers if isinstance(workers, int) else 1
-    num_processes = min(num_cores, len(missing_shards)) if num_cores > 1 else 0
-    num_threads = num_cores // max(1, num_processes)
+    num_processes, num_threads = _divide_cores(workers, num_shards=len(missing_shards))
     # Made before the fork, so that all processes use one copy in memory.
     encoder = make_encoder(encoding, num_threads=num_threads, allow_fast=allow_fast)
     if any(source.one_document for source in sources):
@@ -233,6 +231,13 @@ def _encode_shards(
         )
     if allow_fast and needs_reference(missing_shards[0][1].parent):
         raise WrongIdsError("another rank found wrong ids")
+
+
+def _divide_cores(workers: int | Cluster, *, num_shards: int) -> tuple[int, int]:
+    """Return the forked processes, 0 for this one alone, and the threads of each process."""
+    num_cores = workers if isinstance(workers, int) else 1
+    num_processes = min(num_cores, num_shards) if num_cores > 1 else 0
+    return num_processes, num_cores // max(1, num_processes)
 
 
 def _encode_on_cores(

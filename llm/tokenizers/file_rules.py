@@ -33,24 +33,14 @@ def restore_file_rules(
         tokenizer is written in Python or comes with its code. Otherwise a
         `PreTrainedTokenizerFast` with the special tokens of the first.
     """
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_library_class = type(tokenizer).__module__.startswith("transformers.")
     if backend is None or not is_library_class or type(tokenizer) is PreTrainedTokenizerFast:
         return tokenizer
-    tokenizer_json = _find_tokenizer_json(name)
-    if tokenizer_json is None:
-        return tokenizer
-    class_rules = _id_rules(backend)
-    # Most classes keep the rules. The generic tokenizer would read all files again.
-    if _id_rules(Tokenizer.from_file(tokenizer_json)) == class_rules:
-        return tokenizer
-    generic_tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
-        name, local_files_only=True
-    )
-    if _id_rules(generic_tokenizer.backend_tokenizer) == class_rules:
+    generic_tokenizer = _load_if_rules_differ(name, backend)
+    if generic_tokenizer is None:
         return tokenizer
     _add_special_tokens(generic_tokenizer, tokenizer)
     logger.info(
@@ -58,6 +48,31 @@ def restore_file_rules(
         f"{type(tokenizer).__name__} would replace some of them and could give other ids."
     )
     return generic_tokenizer
+
+
+def _load_if_rules_differ(
+    name: str, class_backend: "Tokenizer"
+) -> "PreTrainedTokenizerBase | None":
+    """Load the generic tokenizer of a `tokenizer.json` if a class has replaced some of its rules.
+
+    Args:
+        name: The folder or Hub name.
+        class_backend: The backend of the class.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_json = _find_tokenizer_json(name)
+    if tokenizer_json is None:
+        return None
+    class_rules = _id_rules(class_backend)
+    # Most classes keep the rules. The generic tokenizer would read all files again.
+    if _id_rules(Tokenizer.from_file(tokenizer_json)) == class_rules:
+        return None
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+        name, local_files_only=True
+    )
+    return None if _id_rules(tokenizer.backend_tokenizer) == class_rules else tokenizer
 
 
 def _add_special_tokens(

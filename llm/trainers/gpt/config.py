@@ -300,7 +300,7 @@ def find_planned_run_problems(config: CoreConfig) -> list[str]:
         *find_batch_problems(config),
         *optimizer_problems(config),
         *find_parallel_problems(config),
-        *_find_size_problems(config),
+        *_find_divided_model_problems(config),
         *_find_precision_problems(config),
         *_find_fused_kernels_problems(config),
         *_find_computed_rate_problems(config),
@@ -362,7 +362,7 @@ def _find_run_problems(config: CoreConfig) -> list[str]:
     return problems
 
 
-def _find_size_problems(config: CoreConfig) -> list[str]:
+def _find_divided_model_problems(config: CoreConfig) -> list[str]:
     """Return the problems of options that need the whole model or plain attention on each rank."""
     sizes = sizes_above_one(config)
     if not sizes:

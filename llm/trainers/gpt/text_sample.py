@@ -51,8 +51,13 @@ def log_sample(
             return
     if step is None:
         logger.info(f"a sample that the model wrote:\n\n{text}\n")
-        return
-    logger.info(f"a sample at step {step}:\n\n{text}\n")
+    else:
+        logger.info(f"a sample at step {step}:\n\n{text}\n")
+        _add_to_tensorboard(strategy, text, step)
+
+
+def _add_to_tensorboard(strategy: AcceleratedStrategy, text: str, step: int) -> None:
+    """Add the text of a step to TensorBoard, if it is one of the trackers."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
             with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
