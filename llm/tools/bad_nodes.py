@@ -25,7 +25,7 @@ def add_bad_nodes(path: str, hosts: Iterable[str]) -> list[str]:
     return new_hosts
 
 
-def minority(hosts: Iterable[str], all_hosts: Collection[str]) -> set[str]:
+def keep_minority(hosts: Iterable[str], all_hosts: Collection[str]) -> set[str]:
     """Return the hosts if they are at most half of all; a fault of more is not theirs."""
     short_hosts = {short_name(host) for host in hosts}
     num_hosts = len({short_name(host) for host in all_hosts})

@@ -215,26 +215,24 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     latest = valid_entries[-1].path if valid_entries else None
     best, best_remark = resolve_best_link(folder)
     path_by_label = {"latest": latest, BEST_LINK: best}
-    keep_every = _newest_keep_every(valid_entries)
+    keep_every = _find_keep_every(valid_entries)
 
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     lines += [
-        _format_row(entry, _labels_of_entry(entry, path_by_label, keep_every)) for entry in entries
+        _format_row(entry, _list_labels(entry, path_by_label, keep_every)) for entry in entries
     ]
     lines += [_describe_leftover(path) for path in leftovers]
-    lines += _lineage_lines(valid_entries)
+    lines += _describe_lineage(valid_entries)
     lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {best_remark}")
+    if not verify:
+        return [*lines, "Only names and sizes were compared; --verify reads every byte."], 0
     num_damaged = len(entries) - len(valid_entries)
-    if verify:
-        verdict = f"{num_damaged} of {len(entries)} damaged" if num_damaged else "no damage"
-        lines.append(f"Every byte was read: {verdict}.")
-        return lines, 1 if num_damaged else 0
-    lines.append("Only names and sizes were compared; --verify reads every byte.")
-    return lines, 0
+    verdict = f"{num_damaged} of {len(entries)} damaged" if num_damaged else "no damage"
+    return [*lines, f"Every byte was read: {verdict}."], 1 if num_damaged else 0
 
 
-def _labels_of_entry(
+def _list_labels(
     entry: Entry, path_by_label: Mapping[str, Path | None], keep_every: int | None
 ) -> list[str]:
     """Return the labels of a checkpoint in the list, such as `latest` and `permanent`."""
@@ -252,13 +250,13 @@ def _describe_leftover(path: Path) -> str:
     )
 
 
-def _newest_keep_every(valid_entries: list[Entry]) -> int | None:
+def _find_keep_every(valid_entries: list[Entry]) -> int | None:
     """Return the interval of permanent checkpoints when the newest checkpoint was saved."""
     checkpoint = valid_entries[-1].checkpoint if valid_entries else None
     return None if checkpoint is None else checkpoint.metadata.get("keep_every")
 
 
-def _lineage_lines(valid_entries: list[Entry]) -> list[str]:
+def _describe_lineage(valid_entries: list[Entry]) -> list[str]:
     """Return the line that names the parent of a branch; empty for another run."""
     checkpoint = valid_entries[-1].checkpoint if valid_entries else None
     branch = checkpoint.metadata.get("branch") if checkpoint else None
@@ -340,7 +338,7 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
         card_rows["eval loss"] = loss
         results["loss"] = loss
     card = _make_card(run, config, checkpoint, model, card_rows, results=results)
-    with _unfinished_export(export_folder, f"--export {step}"):
+    with _mark_unfinished(export_folder, f"--export {step}"):
         _write_export(export_folder, config, model, tokenizer, model.state_dict(), card)
     return (
         f"{checkpoint.path} is exported: "
@@ -388,7 +386,7 @@ def _average_checkpoints(
     steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
     card = _make_card(run, config, checkpoints[-1], model, {"mean of steps": steps}, results={})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in checkpoints]}
-    with _unfinished_export(export_folder, "--output"):
+    with _mark_unfinished(export_folder, "--output"):
         _write_export(export_folder, config, model, tokenizer, state, card)
         write_whole(export_folder / MEAN_FILE, json.dumps(record) + "\n")
     return (
@@ -401,6 +399,23 @@ def _read_mean(
     config: CoreConfig, checkpoints_folder: Path, num_checkpoints: int
 ) -> tuple[list[Checkpoint], "PreTrainedModel", "PreTrainedTokenizerBase", dict[str, Any]]:
     """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
+    newest_paths = _find_newest_checkpoints(checkpoints_folder, num_checkpoints)
+    checkpoints = [read_verified_checkpoint(path) for path in newest_paths]
+    _prepare_libraries()
+    from llm.tools.mean_state import compute_mean_state
+
+    _check_same_model(config, checkpoints)
+    # Not initialized: a second copy of the weights would double the memory.
+    model, tokenizer = build_untrained_model(config, checkpoints[-1], device="meta")
+    return checkpoints, model, tokenizer, compute_mean_state(checkpoints, model)
+
+
+def _find_newest_checkpoints(checkpoints_folder: Path, num_checkpoints: int) -> list[Path]:
+    """Return the folders of the newest checkpoints.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
     newest = list_checkpoints(checkpoints_folder)[-num_checkpoints:]
     if len(newest) < num_checkpoints:
         available = counted(len(newest), "valid checkpoint") if newest else "no valid checkpoint"
@@ -408,14 +423,7 @@ def _read_mean(
         raise ConfigError(
             f"--last {num_checkpoints}: {checkpoints_folder} holds {available}{remedy}."
         )
-    checkpoints = [read_verified_checkpoint(checkpoint.path) for checkpoint in newest]
-    _prepare_libraries()
-    from llm.tools.mean_state import mean_state
-
-    _check_same_model(config, checkpoints)
-    # Not initialized: a second copy of the weights would double the memory.
-    model, tokenizer = build_untrained_model(config, checkpoints[-1], device="meta")
-    return checkpoints, model, tokenizer, mean_state(checkpoints, model)
+    return [checkpoint.path for checkpoint in newest]
 
 
 def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
@@ -467,7 +475,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _unfinished_export(target: Path, option: str) -> Iterator[None]:
+def _mark_unfinished(target: Path, option: str) -> Iterator[None]:
     """Mark a folder as unfinished while the context writes an export to it.
 
     The files of an unfinished export are removed first, and again if this one fails.

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(rank=0)
     quiet_libraries()
     config = GPTConfig(**option_values)
-    local_config = fetch(config, folder)
+    local_config = fetch_inputs(config, folder)
     # Write defaults too: they override the options of a preset or of a branch's parent.
     values = {name: getattr(local_config, name) for name in option_values}
     write_whole(folder / "run.toml", values_as_toml(values))
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
+def fetch_inputs(config: GPTConfig, folder: Path) -> GPTConfig:
     """Download what the options name on the Hub.
 
     Args:
@@ -128,13 +128,7 @@ def fetch(config: GPTConfig, folder: Path) -> GPTConfig:
     metrics = tuple(_fetch_metric(name, folder) for name in config.eval_metrics)
     if metrics != config.eval_metrics:
         changes["eval_metrics"] = metrics
-    for extension_fetch in _FETCHES:
-        local_paths = extension_fetch.download(
-            config, folder, partial(_fetch_dataset, folder=folder)
-        )
-        for name, path in local_paths.items():
-            if path != getattr(config, name):
-                changes[name] = path
+    changes |= _fetch_for_extensions(config, folder)
     if not changes:
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
@@ -158,6 +152,19 @@ def _fetch_models(config: GPTConfig, folder: Path) -> dict[str, str]:
                 _fetch_model(name, target, with_weights=name == weights_name)
             path_by_option[option_name] = str(target)
     return path_by_option
+
+
+def _fetch_for_extensions(config: GPTConfig, folder: Path) -> dict[str, Any]:
+    """Download the data of extensions; return their options that change to local paths."""
+    changes = {}
+    for extension_fetch in _FETCHES:
+        local_paths = extension_fetch.download(
+            config, folder, partial(_fetch_dataset, folder=folder)
+        )
+        for name, path in local_paths.items():
+            if path != getattr(config, name):
+                changes[name] = path
+    return changes
 
 
 def _extension_flags() -> str:

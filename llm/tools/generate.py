@@ -167,10 +167,10 @@ def _describe_divergence(options: GenerateOptions) -> str:
     return f"No loss of {run} has been finite since step {first_bad_step}; {remedy}"
 
 
-def _find_divergence(metrics: Path) -> tuple[int, int | None]:
+def _find_divergence(metrics_path: Path) -> tuple[int, int | None]:
     """Return the step of the last finite training loss, and the first later step without one."""
     last_finite_step, first_bad_step = 0, None
-    for record in filter(None, read_json_lines(metrics)):
+    for record in filter(None, read_json_lines(metrics_path)):
         if type(record.get("step")) is not int:
             continue
         if record.get("loss") is not None:

@@ -20,6 +20,8 @@ from llm.runtime.world import ignore_ranks
 from llm.tokenizers.options import TokenizerOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
     from llm.data.formats.flat import AnyTokenFile
@@ -218,12 +220,12 @@ def _load_decoder(
             vocab_file=options.vocab_file,
             merges_file=options.merges_file,
         )
-    elif sidecar is None:
-        return None, None
+    elif sidecar is not None:
+        tokenizer_options = _parse_recorded_tokenizer(sidecar.tokenizer)
     else:
-        tokenizer_options = _recorded_tokenizer(sidecar.tokenizer)
+        return None, None
     from llm.runtime.logging import quiet_libraries
-    from llm.tokenizers.load_tokenizer import compute_fingerprint, load_tokenizer
+    from llm.tokenizers.load_tokenizer import load_tokenizer
 
     quiet_libraries()
     try:
@@ -237,15 +239,24 @@ def _load_decoder(
         if is_named:
             raise
         return None, f"Not shown as text: {error}"
+    return tokenizer, _describe_other_tokenizer(tokenizer, sidecar)
+
+
+def _describe_other_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", sidecar: "Sidecar | None"
+) -> str | None:
+    """Return a remark if a tokenizer is not the one that made the token files."""
+    from llm.tokenizers.load_tokenizer import compute_fingerprint
+
     if sidecar is None or compute_fingerprint(tokenizer) == sidecar.tokenizer_fingerprint:
-        return tokenizer, None
-    return tokenizer, (
+        return None
+    return (
         f"This tokenizer's fingerprint is {compute_fingerprint(tokenizer)}, but the files were "
         f"made with {sidecar.tokenizer_fingerprint}: the text may be wrong."
     )
 
 
-def _recorded_tokenizer(name: str) -> TokenizerOptions:
+def _parse_recorded_tokenizer(name: str) -> TokenizerOptions:
     """Return the options of the tokenizer that `prepare` has recorded under a name."""
     vocab_file, comma, merges_file = name.partition(", ")
     # `prepare` names the pair "vocab.json, merges.txt", but a path may contain a comma, too.
@@ -331,21 +342,37 @@ def _describe_documents(
     )
     if num_measured < file.num_documents:
         length_summary += f" (of the first {num_measured:,})"
-    length_row = _format_row("document length", length_summary)
-
+    rows = [_format_row("document length", length_summary)]
     has_tokens = lengths[:_MAX_END_DOCUMENTS] > 0
     end_offsets = starts[1 : _MAX_END_DOCUMENTS + 1][has_tokens]
-    if end_offsets.size == 0:
-        return [length_row]
+    if end_offsets.size:
+        rows.append(_format_row("documents end", _summarize_ends(file, end_offsets, tokenizer)))
+    return rows
+
+
+def _summarize_ends(
+    file: "TokenFile | TokenFileParts",
+    end_offsets: "npt.NDArray[np.int64]",
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> str:
+    """Return with which tokens documents end.
+
+    Args:
+        file: The token file.
+        end_offsets: The end of each document, an index of a token.
+        tokenizer: Decodes a token; None to leave its text out.
+    """
+    import numpy as np
+
     last_tokens = np.unique(file.tokens.take(end_offsets - 1))
     if last_tokens.size == 1:
         text = _quote_text(tokenizer, last_tokens.tolist())
-        end_summary = f"all with the token {last_tokens[0]} {text}".rstrip()
+        summary = f"all with the token {last_tokens[0]} {text}".rstrip()
     else:
-        end_summary = f"with {last_tokens.size:,} different tokens"
+        summary = f"with {last_tokens.size:,} different tokens"
     if end_offsets.size < file.num_documents:
-        end_summary += f" (of the first {end_offsets.size:,})"
-    return [length_row, _format_row("documents end", end_summary)]
+        summary += f" (of the first {end_offsets.size:,})"
+    return summary
 
 
 def _describe_contents(
@@ -356,23 +383,28 @@ def _describe_contents(
     """Describe the first documents, or the first tokens if documents are not known."""
     import numpy as np
 
-    from llm.data.formats.flat import FlatTokenFile
-
-    token_ranges: list[tuple[str, int, int]] = []  # title, first token, end
-    if not isinstance(file, FlatTokenFile):
-        for index in range(min(options.documents, file.num_documents)):
-            start, end = file.document_start(index), file.document_start(index + 1)
-            token_ranges.append((f"document {index:,}", start, end))
-    if options.documents and not file.num_documents:
-        token_ranges = [("all documents", 0, file.num_tokens)]
     lines: list[str] = []
-    for title, start, end in token_ranges:
+    for title, start, end in _list_token_ranges(file, options.documents):
         ids = np.asarray(file.tokens[start : min(end, start + options.tokens)]).tolist()
         ellipsis = " ..." if end - start > len(ids) else ""
         lines += ["", f"{title}, {end - start:,} tokens", " ".join(map(str, ids)) + ellipsis]
         if tokenizer is not None:
             lines.append(_quote_text(tokenizer, ids) + ellipsis)
     return lines
+
+
+def _list_token_ranges(file: "AnyTokenFile", max_documents: int) -> list[tuple[str, int, int]]:
+    """Return a title, the first token, and the end of each document to show, from the first."""
+    from llm.data.formats.flat import FlatTokenFile
+
+    if max_documents and not file.num_documents:
+        return [("all documents", 0, file.num_tokens)]
+    if isinstance(file, FlatTokenFile):
+        return []
+    return [
+        (f"document {index:,}", file.document_start(index), file.document_start(index + 1))
+        for index in range(min(max_documents, file.num_documents))
+    ]
 
 
 def _quote_text(tokenizer: "PreTrainedTokenizerBase | None", ids: list[int]) -> str:

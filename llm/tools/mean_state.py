@@ -16,7 +16,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements that are averaged at once."""
 
 
-def mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
+def compute_mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> dict[str, Tensor]:
     """Return the mean of the weights and persistent buffers of checkpoints, in host memory.
 
     Sums are float64 and rounded once. Apart from the mean, only one block of rows is in memory.
@@ -124,6 +124,9 @@ class _CheckpointModel:
                     continue
                 block_rows = slice(shared_start - first_row, shared_end - first_row)
                 other_dims = zip(offset[1:], shape[1:], strict=True)
-                block_index = (block_rows, *(slice(start, start + n) for start, n in other_dims))
+                block_index = (
+                    block_rows,
+                    *(slice(start, start + size) for start, size in other_dims),
+                )
                 shard = file.get_slice(tensor_name)
                 yield block_index, shard[shared_start - shard_start : shared_end - shard_start]

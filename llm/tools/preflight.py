@@ -35,7 +35,7 @@ from llm.runtime.world import (
     set_torchrun_variables,
     world_from_environment,
 )
-from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, minority, short_name
+from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, keep_minority, short_name
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def check_rank(options: PreflightOptions, world: World) -> int:
         sys.stdout.write(f"{_format_rank(0, description, None)}\npreflight: one process, alone.\n")
         return 0
     try:
-        return _check_together(options, world, description)
+        return _check_ranks(options, world, description)
     except RuntimeError as error:  # an error of the store: rank 0 cannot be reached, or has ended
         address = f"{os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
         first_line = str(error).partition("\n")[0]
@@ -180,19 +180,19 @@ class Board:
         return "" if text == "-" else text
 
 
-def _check_together(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
+def _check_ranks(options: PreflightOptions, world: World, description: dict[str, Any]) -> int:
     """Run the checks of several ranks through a store; return the exit code of this rank."""
     board = open_board(world, timeout=options.timeout)
     main_host = os.environ["MASTER_ADDR"]
     board.set("description", description)
-    failure = _compare_ranks(options, world, board)
-    if failure == "":
-        failure = _test_communication(options, world, board)
-    if failure is None:
+    fault = _compare_ranks(options, world, board)
+    if fault == "":
+        fault = _test_communication(options, world, board)
+    if fault is None:
         return _print_error(f"rank 0 at {main_host} does not answer rank {world.rank}")
     if world.is_main:
         _print_ranks(board)
-        exit_code = _print_error(failure) if failure else _print_success(options, board, world)
+        exit_code = _print_error(fault) if fault else _print_success(options, board, world)
         # A launcher kills all ranks once one ends with an error, so the others wait until rank 0
         # has printed. Rank 0 ends last because it serves the store.
         board.set_global("printed", "")
@@ -201,7 +201,7 @@ def _check_together(options: PreflightOptions, world: World, description: dict[s
         return exit_code
     board.get_global("printed", time.monotonic() + _EXTRA_WAIT_SECONDS)
     board.set("finished", True)
-    return 1 if failure else 0
+    return 1 if fault else 0
 
 
 def _compare_ranks(options: PreflightOptions, world: World, board: Board) -> str | None:
@@ -217,13 +217,15 @@ def _compare_ranks(options: PreflightOptions, world: World, board: Board) -> str
         descriptions = board.get_all("description")  # late answers count too
         hosts = [entry["host"] for entry in descriptions.values()]
         if len(descriptions) == world.world_size:
-            problem = describe_differences(descriptions)
-            _record_bad_nodes(options, minority(find_hosts_without_devices(descriptions), hosts))
+            fault = describe_differences(descriptions)
+            _record_bad_nodes(
+                options, keep_minority(find_hosts_without_devices(descriptions), hosts)
+            )
         else:
-            problem = describe_missing(descriptions, world, options.timeout)
-            bad_hosts = silent_hosts(descriptions, world)
-            _record_bad_nodes(options, minority(bad_hosts, read_job_hosts(os.environ)))
-        board.set_global("verdict/description", problem)
+            fault = describe_missing(descriptions, world, options.timeout)
+            bad_hosts = find_silent_hosts(descriptions, world)
+            _record_bad_nodes(options, keep_minority(bad_hosts, read_job_hosts(os.environ)))
+        board.set_global("verdict/description", fault)
     return board.get_global("verdict/description", deadline + _EXTRA_WAIT_SECONDS)
 
 
@@ -263,21 +265,24 @@ def _connect_store(
 
 
 def _test_communication(options: PreflightOptions, world: World, board: Board) -> str | None:
-    """Time the collectives; return rank 0's verdict, even if they hang."""
+    """Time the collectives; return rank 0's verdict, even if they hang.
+
+    Returns:
+        A description of the fault; empty without one, None if rank 0 does not answer.
+    """
     deadline = time.monotonic() + options.timeout
     # A thread that hangs in a library cannot be stopped; a daemon ends with the process.
     threading.Thread(target=_report_collectives, args=(options, world, board), daemon=True).start()
     if world.is_main:
-        is_done = board.wait("done", deadline, unless="failure")
-        if not is_done:
-            hosts_by_rank = {
+        fault = ""
+        if not board.wait("done", deadline, unless="failure"):
+            host_by_rank = {
                 rank: entry["host"] for rank, entry in board.get_all("description").items()
             }
-            bad_hosts = [hosts_by_rank[rank] for rank in ranks_at_fault(board)]
-            _record_bad_nodes(options, minority(bad_hosts, hosts_by_rank.values()))
-        board.set_global(
-            "verdict/communication", "" if is_done else describe_hang(board, options.timeout)
-        )
+            bad_hosts = [host_by_rank[rank] for rank in find_faulty_ranks(board)]
+            _record_bad_nodes(options, keep_minority(bad_hosts, host_by_rank.values()))
+            fault = describe_hang(board, options.timeout)
+        board.set_global("verdict/communication", fault)
     return board.get_global("verdict/communication", deadline + _EXTRA_WAIT_SECONDS)
 
 
@@ -353,7 +358,7 @@ def describe_missing(descriptions: dict[int, Any], world: World, timeout: float)
         f"{len(missing_ranks)} of {world.world_size} ranks have not answered within {timeout:g} s: "
         f"{', '.join(map(str, missing_ranks))}."
     )
-    hosts = silent_hosts(descriptions, world)
+    hosts = find_silent_hosts(descriptions, world)
     if not hosts:
         answering_hosts = dict.fromkeys(short_name(item["host"]) for item in descriptions.values())
         return f"{sentence} Answers came from {', '.join(answering_hosts)} only."
@@ -363,7 +368,7 @@ def describe_missing(descriptions: dict[int, Any], world: World, timeout: float)
     )
 
 
-def silent_hosts(descriptions: dict[int, Any], world: World) -> list[str]:
+def find_silent_hosts(descriptions: dict[int, Any], world: World) -> list[str]:
     """Return the hosts of the job with a rank that has not answered; empty if none are known."""
     num_answers_by_host = Counter(
         short_name(description["host"]) for description in descriptions.values()
@@ -422,8 +427,8 @@ def describe_hang(board: Board, timeout: float) -> str:
     if errors:
         failures = [f"{name_by_rank[rank]} fails: {error}" for rank, error in errors.items()]
         return "; ".join(failures) + "."
-    first_stage = min(_stage_by_rank(board).values(), key=STAGES.index)
-    slow_ranks = [name_by_rank[rank] for rank in ranks_at_fault(board)]
+    first_stage = min(_read_stages(board).values(), key=STAGES.index)
+    slow_ranks = [name_by_rank[rank] for rank in find_faulty_ranks(board)]
     time_limit = f"within {timeout:g} s"
     if len(slow_ranks) < len(name_by_rank):
         return (
@@ -437,17 +442,17 @@ def describe_hang(board: Board, timeout: float) -> str:
     )
 
 
-def ranks_at_fault(board: Board) -> list[int]:
+def find_faulty_ranks(board: Board) -> list[int]:
     """Return the ranks that failed in the collectives, or got least far in them."""
     failed_ranks = board.get_all("failed")
     if failed_ranks:
         return [*failed_ranks]
-    stage_by_rank = _stage_by_rank(board)
+    stage_by_rank = _read_stages(board)
     first_stage = min(stage_by_rank.values(), key=STAGES.index)
     return [rank for rank, stage in stage_by_rank.items() if stage == first_stage]
 
 
-def _stage_by_rank(board: Board) -> dict[int, str]:
+def _read_stages(board: Board) -> dict[int, str]:
     return dict.fromkeys(board.get_all("description"), STAGES[0]) | board.get_all("stage")
 
 
@@ -485,10 +490,7 @@ def _print_ranks(board: Board) -> None:
 def _print_success(options: PreflightOptions, board: Board, world: World) -> int:
     """Print the verdict and the longest times, and perhaps a warning; return the exit code."""
     hosts = {description["host"] for description in board.get_all("description").values()}
-    max_seconds: dict[str, float] = {}
-    for times in board.get_all("times").values():
-        for name, seconds in times.items():
-            max_seconds[name] = max(seconds, max_seconds.get(name, 0.0))
+    max_seconds = _find_longest_times(board)
     durations = ", ".join(
         f"{name} {1000 * seconds:.2f} ms" for name, seconds in max_seconds.items()
     )
@@ -502,6 +504,15 @@ def _print_success(options: PreflightOptions, board: Board, world: World) -> int
             sys.stdout.flush()
             sys.stderr.write(f"preflight: warning: {warning}\n")
     return 0
+
+
+def _find_longest_times(board: Board) -> dict[str, float]:
+    """Return the most seconds that a rank took for each collective."""
+    max_seconds: dict[str, float] = {}
+    for times in board.get_all("times").values():
+        for name, seconds in times.items():
+            max_seconds[name] = max(seconds, max_seconds.get(name, 0.0))
+    return max_seconds
 
 
 def describe_slow_link(message_mb: int, seconds: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, minority
+from llm.tools.bad_nodes import add_bad_nodes, find_hosts_without_devices, keep_minority
 from llm.tools.jobs.jobs import main
 from llm.tools.preflight import main as preflight
 from tests.support.faults import Fault, install
@@ -224,9 +224,9 @@ def test_a_bad_host_gets_a_line_after_an_edit_without_a_line_break(tmp_path):
 
 
 def test_a_fault_of_more_than_half_of_the_hosts_is_not_theirs():
-    assert minority(["b"], ["a", "b.x", "b"]) == {"b"}
-    assert minority(["b", "c"], ["a", "b", "c"]) == set()
-    assert minority([], []) == set()
+    assert keep_minority(["b"], ["a", "b.x", "b"]) == {"b"}
+    assert keep_minority(["b", "c"], ["a", "b", "c"]) == set()
+    assert keep_minority([], []) == set()
 
 
 def test_a_host_without_the_devices_of_the_others_is_found():

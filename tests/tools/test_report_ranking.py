@@ -8,7 +8,7 @@ import pytest
 
 from llm.tools.report.comparison import compare_runs
 from llm.tools.report.page import make_page
-from llm.tools.report.ranking import rank_runs, ranking_table
+from llm.tools.report.ranking import make_ranking_table, rank_runs
 from llm.tools.report.report import main
 from llm.tools.report.runs import find_run_folders, read_runs
 from tests.support.report_pages import CHROMIUM, Reader, Undrawn, evaluation, report, write_run
@@ -34,7 +34,7 @@ def read(folder):
 
 def rows_of(folder):
     """The table: rank, label, problem, and the cells of the columns."""
-    columns, rows = ranking_table(rank_runs(read(folder)))
+    columns, rows = make_ranking_table(rank_runs(read(folder)))
     table = [
         (row.rank, row.label, row.problem, *(row.cells.get(column, "") for column in columns))
         for row in rows

@@ -67,7 +67,7 @@ def test_the_parts_of_goodput_add_up_to_the_wall_time(resumed):
 
 
 def test_the_card_and_the_report_say_the_same(resumed):
-    from llm.tools.report.page import summary_rows
+    from llm.tools.report.page import make_summary_rows
     from llm.tools.report.runs import read_runs
 
     run, _ = resumed
@@ -78,7 +78,7 @@ def test_the_card_and_the_report_say_the_same(resumed):
     assert "lost" not in card
 
     [read], _ = read_runs([run.folder])
-    rows = dict(summary_rows([read]))
+    rows = dict(make_summary_rows([read]))
     assert re.match(r'[\d.]+% <span class="details">of [\d.]+ s \(', rows["Goodput"][0])
     assert float(rows["Device hours"][0]) > 0
 
@@ -108,7 +108,7 @@ def train_with_joules(argv: list[str]) -> int:
 
 
 def test_results_card_and_report_show_the_energy(tmp_path):
-    from llm.tools.report.page import summary_rows
+    from llm.tools.report.page import make_summary_rows
     from llm.tools.report.runs import read_runs
 
     argv = Bench(tmp_path, lines=60).command("run", max_train_steps=4, logging_steps=2)
@@ -121,4 +121,4 @@ def test_results_card_and_report_show_the_energy(tmp_path):
     assert results["tokens_per_joule"] == results["tokens"] / 40
     assert "| energy joules | 40 |" in (folder / "README.md").read_text()
     [run], _ = read_runs([folder])
-    assert dict(summary_rows([run]))["Energy, joules"] == ["40"]
+    assert dict(make_summary_rows([run]))["Energy, joules"] == ["40"]

@@ -56,7 +56,7 @@ class MatrixRunOptimizer(RunOptimizer):
             bucket=BUCKET,
         )
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._owners = {
+        self._owner_by_path = {
             f"{OPTIMIZER_TENSORS}{names[parameter]}": unit.owner
             for unit in units_of(optimizer)
             for parameter in unit.parameters
@@ -72,7 +72,7 @@ class MatrixRunOptimizer(RunOptimizer):
 
     def owner_of(self, path: str) -> int | None:
         """Return the rank that keeps the whole state of a matrix; None elsewhere."""
-        return self._owners.get(path.rpartition("/")[0])
+        return self._owner_by_path.get(path.rpartition("/")[0])
 
     def traffic(self) -> MatrixTraffic:
         """Return what is sent to the owners and back."""

@@ -1,6 +1,7 @@
 """The progress of a run in a notebook: a bar, and curves of its losses."""
 
 import html
+import math
 import sys
 import time
 from collections import deque
@@ -72,13 +73,13 @@ class NotebookDisplay:
     def render(self) -> str:
         """Return the present state as HTML."""
         metrics = self._run.metrics
-        done = int(metrics[-1]["step"]) if metrics else 0
-        total = self._find_total_steps()
+        num_steps = int(metrics[-1]["step"]) if metrics else 0
+        total_steps = self._find_total_steps()
         bar = ""
-        if total:
+        if total_steps:
             style = f"width:{_WIDTH}px;max-width:100%"
-            bar = f'<progress value="{done}" max="{total}" style="{style}"></progress>'
-            bar += f" step {done:,} of {total:,}"
+            bar = f'<progress value="{num_steps}" max="{total_steps}" style="{style}"></progress>'
+            bar += f" step {num_steps:,} of {total_steps:,}"
         log = html.escape("".join(self._lines))
         last_line = html.escape(self._lines[-1].strip()) if self._lines else ""
         return (
@@ -132,12 +133,7 @@ class _Axes(NamedTuple):
 
 def draw_curves(metrics: Metrics) -> str:
     """Return the losses of a run by step as an SVG image; "" if there is nothing to draw."""
-    points_by_name = {
-        name: [
-            (step, y) for step, y in zip(*metrics.column(name), strict=True) if y == y
-        ]  # not NaN
-        for name in _CURVES
-    }
+    points_by_name = {name: _list_points(metrics, name) for name in _CURVES}
     points = [point for curve_points in points_by_name.values() for point in curve_points]
     if len({step for step, _ in points}) < 2:
         return ""
@@ -149,16 +145,29 @@ def draw_curves(metrics: Metrics) -> str:
     )
     elements = []
     for curve_index, (name, (label, color)) in enumerate(_CURVES.items()):
-        curve = [axes.locate(*point) for point in _thin_points(points_by_name[name])]
-        if curve:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
-            elements.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
-            last_x, last_y = curve[-1]
-            elements.append(f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{color}"/>')
+        places = [axes.locate(*point) for point in _thin_points(points_by_name[name])]
+        if places:
+            elements += _draw_curve(places, color)
             elements.append(_draw_text(_WIDTH - 120, 18 + 14 * curve_index, label, color=color))
     elements += axes.draw_labels()
     size = f'width="{_WIDTH}" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:100%;height:auto"'
     return f"<svg {size}>{''.join(elements)}</svg>"
+
+
+def _list_points(metrics: Metrics, name: str) -> list[tuple[int, float]]:
+    """Return the steps and values of a metric, without NaN."""
+    points = zip(*metrics.column(name), strict=True)
+    return [(step, value) for step, value in points if not math.isnan(value)]
+
+
+def _draw_curve(places: Sequence[tuple[float, float]], color: str) -> list[str]:
+    """Return a line through places in pixels, and a dot at the last one."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    last_x, last_y = places[-1]
+    return [
+        f'<polyline points="{path}" fill="none" stroke="{color}"/>',
+        f'<circle cx="{last_x:.1f}" cy="{last_y:.1f}" r="2.5" fill="{color}"/>',
+    ]
 
 
 def _thin_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:

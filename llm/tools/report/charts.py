@@ -22,7 +22,7 @@ from bokeh.plotting import figure
 from llm.tools.report.chart_style import FIGURE_STYLE, style_axes
 from llm.tools.report.loss_charts import draw_loss_panel
 from llm.tools.report.option_panels import LossPanel
-from llm.tools.report.panels import COLORS, Curve, Panel, choose_time_unit, last_x_values
+from llm.tools.report.panels import COLORS, Curve, Panel, choose_time_unit, find_last_x_values
 from llm.tools.report.runs import X_AXES, Run, XAxis
 
 
@@ -76,7 +76,7 @@ class Charts:
         self, runs: list[Run], panels: list[Panel], loss_panels: list[LossPanel], *, x: XAxis
     ) -> None:
         self._runs, self._panels, self._loss_panels, self._x = runs, panels, loss_panels, x
-        last_values = last_x_values(runs)
+        last_values = find_last_x_values(runs)
         self._divisor, unit = choose_time_unit(last_values["seconds"])
         self._last_values = last_values | {"seconds": last_values["seconds"] / self._divisor}
         self._axis_titles = {"step": "steps", "tokens": "tokens", "seconds": f"{unit} of training"}

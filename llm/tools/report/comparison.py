@@ -4,9 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from llm.tools.report.option_panels import LossPanel, make_option_panels
-from llm.tools.report.ranking import Ranking, rank_runs, ranking_text
+from llm.tools.report.ranking import Ranking, format_ranking, rank_runs
 from llm.tools.report.runs import Run
-from llm.tools.report.scaling_section import ScalingSection, make_scaling_section, scaling_text
+from llm.tools.report.scaling_section import (
+    ScalingSection,
+    format_scaling_section,
+    make_scaling_section,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,9 @@ class Comparison:
 
     def describe(self) -> str:
         """Return the comparison as lines of text."""
-        return ranking_text(self.ranking) + (scaling_text(self.scaling) if self.scaling else "")
+        return format_ranking(self.ranking) + (
+            format_scaling_section(self.scaling) if self.scaling else ""
+        )
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison | None:

@@ -19,7 +19,7 @@ from llm.tools.report.panels import (
     Curve,
     Panel,
     choose_time_unit,
-    last_x_values,
+    find_last_x_values,
     make_panels,
 )
 from llm.tools.report.runs import Run, XAxis
@@ -53,7 +53,7 @@ def write_images(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--png {folder} is a file; name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    last_x = last_x_values(runs)[x]
+    last_x = find_last_x_values(runs)[x]
     divisor, unit = choose_time_unit(last_x) if x == "seconds" else (1, "")
     x_label = {"step": "steps", "tokens": "tokens"}.get(x, f"{unit} of training")
     paths = []
@@ -152,11 +152,11 @@ def _draw_loss_panel(panel: LossPanel) -> Figure:
         plot.set_xticks(list(panel.ticks), list(panel.ticks.values()), minor=False)
         plot.xaxis.set_minor_locator(NullLocator())
     for line in panel.lines:
-        xs, losses = [point.x for point in line.points], [point.loss for point in line.points]
-        plot.plot(xs, losses, color="0.6", linewidth=1, zorder=1)
+        x_values, losses = [point.x for point in line.points], [point.loss for point in line.points]
+        plot.plot(x_values, losses, color="0.6", linewidth=1, zorder=1)
         plot.annotate(
             line.label,
-            (xs[-1], losses[-1]),
+            (x_values[-1], losses[-1]),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",

@@ -22,7 +22,7 @@ from llm.tools.report.comparison import Comparison
 from llm.tools.report.events import Event
 from llm.tools.report.expert_loads import make_snapshot_maps, make_time_map
 from llm.tools.report.panels import COLORS, MAX_POINTS, make_panels
-from llm.tools.report.ranking import ranking_table
+from llm.tools.report.ranking import make_ranking_table
 from llm.tools.report.run_files import is_count
 from llm.tools.report.runs import Run, XAxis, best_evaluation
 
@@ -42,7 +42,7 @@ def make_page(runs: list[Run], comparison: Comparison | None, *, x: XAxis) -> st
     loss_panels = comparison.loss_panels if comparison else []
     script, elements = Charts(runs, panels, loss_panels, x=x).embed() if panels else ("", {})
     bokeh_library = Resources(mode="inline", components=["bokeh"])
-    options = configuration_rows(runs)
+    options = make_configuration_rows(runs)
     event_kinds = {event.kind for run in runs for event in run.events if event.is_current}
     # Two runs never share a folder, so a difference in output_dir is not worth showing.
     differences = [
@@ -67,13 +67,13 @@ def make_page(runs: list[Run], comparison: Comparison | None, *, x: XAxis) -> st
         colors=COLORS,
         x=x,
         marks=[(mark.symbol, mark.label) for kind, mark in MARKS.items() if kind in event_kinds],
-        summary=summary_rows(runs),
+        summary=make_summary_rows(runs),
         configuration=options,
         differences=differences,
-        events=event_rows(runs),
+        events=make_event_rows(runs),
         expert_maps=expert_maps,
         comparison=comparison,
-        ranking=ranking_table(comparison.ranking) if comparison else None,
+        ranking=make_ranking_table(comparison.ranking) if comparison else None,
     )
     return page
 
@@ -89,7 +89,7 @@ def _load_page_template() -> jinja2.Template:
     return environment.get_template("page.html")
 
 
-def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
+def make_summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the rows of the summary: a name, and a cell for each run."""
     rows: list[tuple[str, Callable[[Run], str | None]]] = [
         ("Status", _status_cell),
@@ -138,13 +138,13 @@ def summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
     return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
 
 
-def configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
+def make_configuration_rows(runs: list[Run]) -> list[tuple[str, list[str | None]]]:
     """Return every option and its value in each run, None if it is not set."""
     options = dict.fromkeys(name for run in runs for name in run.config)
     return [(name, [format_option(run.config.get(name)) for run in runs]) for name in options]
 
 
-def event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
+def make_event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
     """Return the events, the newest first, each with the index and the name of its run."""
     rows = [(index, run.name, event) for index, run in enumerate(runs) for event in run.events]
     return sorted(rows, key=lambda row: (row[2].time, row[2].step or 0), reverse=True)

@@ -203,7 +203,7 @@ def _fill_panel(panel: Panel, runs: list[Run]) -> Panel | None:
     return dataclasses.replace(panel, curves=curves, log=is_log)
 
 
-def last_x_values(runs: list[Run]) -> dict[XAxis, float]:
+def find_last_x_values(runs: list[Run]) -> dict[XAxis, float]:
     """Return the last value of the longest run on each x axis."""
     last_rows = [run.rows[-1] for run in runs if run.rows]
     return {

@@ -192,24 +192,27 @@ def _make_member(run: Run, run_index: int, options: dict[str, Any]) -> Member:
     evaluations = [row for row in run.rows if "eval_loss" in row]
     last_row = evaluations[-1] if evaluations else {}
     loss = last_row.get("eval_loss", math.nan)
-    status = run.status.get("status")
-    if status != "finished":
-        problem = status if isinstance(status, str) else "not finished"
-    elif not evaluations:
-        problem = "no validation loss"
-    else:
-        problem = "" if 0 < loss < math.inf else "loss not finite"
     tokens = last_row.get("tokens", math.nan)
     return Member(
         run=run_index,
         name=run.name,
-        problem=problem,
+        problem=_find_problem(run, loss=loss if evaluations else None),
         loss=loss if math.isfinite(loss) else None,
         step=int(last_row["step"]) if evaluations else None,
         tokens=tokens if math.isfinite(tokens) else None,
         num_parameters=run.start.get("active_parameters", run.start.get("parameters")),
         options=options,
     )
+
+
+def _find_problem(run: Run, *, loss: float | None) -> str:
+    """Return why a run with a last validation loss, or without one, is not ranked; else ""."""
+    status = run.status.get("status")
+    if status != "finished":
+        return status if isinstance(status, str) else "not finished"
+    if loss is None:
+        return "no validation loss"
+    return "" if 0 < loss < math.inf else "loss not finite"
 
 
 def _group_members(members: Sequence[Member]) -> list[Group]:
@@ -251,16 +254,22 @@ def format_options(values: Sequence[Any]) -> list[str]:
     # A rate such as 0.1 * 3e-4 has 17 digits.
     rounded = [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
     is_exact = len(set(map(repr, rounded))) == len(set(map(repr, values)))
-    texts = [format_option(value) or "not set" for value in (rounded if is_exact else values)]
+    return _shorten_paths(
+        [format_option(value) or "not set" for value in (rounded if is_exact else values)]
+    )
+
+
+def _shorten_paths(texts: Sequence[str]) -> list[str]:
+    """Return texts; of paths only the last parts that tell them apart, at most four."""
     paths = {text for text in texts if "/" in text and " " not in text}
     for num_parts in range(1, 5):
         tails = {path: "/".join(PurePath(path).parts[-num_parts:]) for path in paths}
         if len(set(tails.values())) == len(paths):
             return [tails.get(text, text) for text in texts]
-    return texts
+    return list(texts)
 
 
-def ranking_table(ranking: Ranking) -> tuple[list[str], list[RankingRow]]:
+def make_ranking_table(ranking: Ranking) -> tuple[list[str], list[RankingRow]]:
     """Return the names of the columns, and the rows: the groups, then the runs without a rank."""
     members = [*ranking.members, *ranking.unranked]
     sizes = {member.num_parameters for member in members}
@@ -337,9 +346,9 @@ def _join_cells(group: Group, cells_by_run: Mapping[int, Mapping[str, str]]) -> 
     return joined | {_MEASURED_COLUMNS[0]: loss, "seed": ", ".join(sorted(seeds, key=natural_key))}
 
 
-def ranking_text(ranking: Ranking) -> str:
+def format_ranking(ranking: Ranking) -> str:
     """Return the table as lines of text."""
-    columns, rows = ranking_table(ranking)
+    columns, rows = make_ranking_table(ranking)
     table = [["rank", "run", *columns]]
     for row in rows:
         label = f"{row.label} ({row.problem})" if row.problem else row.label

@@ -205,7 +205,7 @@ def _make_rate_rows(
     return rows
 
 
-def scaling_text(section: ScalingSection) -> str:
+def format_scaling_section(section: ScalingSection) -> str:
     """Return the section as lines of text."""
     lines = [section.refusal] if section.refusal else []
     width = max((len(name) for name, *_ in section.constants), default=0)
