@@ -1,12 +1,61 @@
-"""Refuses a run that would repeat a data source more often than `--max_epochs` allows."""
+"""Epochs of the data sources: the limits of `--max_epochs`, and a warning without them."""
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
+from llm.config.duration import Duration
 from llm.data.corpus import CorpusSource, Samples
 from llm.data.formats.flat import locate_token_file
 from llm.data.options import DataOptions
 from llm.errors import ConfigError
+
+_MAX_USEFUL_EPOCHS = 4
+"""Epochs of a source that are almost worth as much as new text (Muennighoff et al. 2023, "Scaling
+Data-Constrained Language Models")."""
+
+
+def count_epochs(samples: Samples, num_samples_by_source: Sequence[int]) -> list[Fraction]:
+    """Return the epochs that a run takes of each source."""
+    return [
+        Fraction(num_samples, samples.epoch_samples(source_index)) if num_samples else Fraction(0)
+        for source_index, num_samples in enumerate(num_samples_by_source)
+    ]
+
+
+def describe_repeated_data(
+    options: DataOptions,
+    sources: Sequence[CorpusSource],
+    samples: Samples,
+    num_samples_by_source: Sequence[int],
+    *,
+    max_duration: Duration,
+) -> str | None:
+    """Return a warning about the source that a run repeats most; None if it repeats none often.
+
+    Args:
+        options: Contains `max_epochs`, which allows repetitions.
+        sources: The sources of the training split.
+        samples: Their samples.
+        num_samples_by_source: Samples that the run takes of each source.
+        max_duration: Length of the run, which allows them if it is in epochs.
+    """
+    if options.most_epochs or max_duration.unit == "epochs":
+        return None
+    epochs_by_source = count_epochs(samples, num_samples_by_source)
+    most_epochs = max(epochs_by_source)
+    if most_epochs <= _MAX_USEFUL_EPOCHS:
+        return None
+    source = sources[epochs_by_source.index(most_epochs)]
+    source_label = "its data" if len(sources) == 1 else f"the source {source.name}"
+    num_useful_samples = int(sum(num_samples_by_source) * _MAX_USEFUL_EPOCHS / most_epochs)
+    return (
+        f"The run takes {float(most_epochs):,.1f} epochs of {source_label}, and text that "
+        f"is repeated more than {_MAX_USEFUL_EPOCHS} times teaches little: set --max_duration to "
+        f"'{num_useful_samples * samples.block_size} tokens' at most, or allow the epochs with "
+        f"--max_epochs {math.ceil(most_epochs)}."
+    )
 
 
 def refuse_excess_epochs(

@@ -75,12 +75,9 @@ def open_corpus(
         vocab_size=vocab_size,
         document_boundaries=document_boundaries,
     )
-    if options.data_stage:
-        return opener.open_stages()
-    if options.data_path:
-        return opener.open_split()
-    if options.train_data_path or options.valid_data_path:
-        return opener.open_unsplit(options.train_data_path, options.valid_data_path)
+    corpus = opener.open_token_files()
+    if corpus is not None:
+        return corpus
     train, validation = _prepare_texts(options, tokenizer, vocab_size, trust_remote_code)
     if train is not None and validation is None and options.validation_split_percentage > 0:
         corpus = opener.open_split_rows(train)
@@ -90,6 +87,21 @@ def open_corpus(
     # Sources of text have the name of the text, not of the token files in the cache.
     text_name = _name_of_text(options)
     return replace(corpus, train=tuple(replace(source, name=text_name) for source in corpus.train))
+
+
+def open_planned_corpus(options: DataOptions) -> Corpus | None:
+    """Open the token files of a run that is only planned; None if it reads text.
+
+    They are compared neither with a tokenizer nor with a vocabulary.
+
+    Raises:
+        ConfigError: The options make no blend or no split.
+        DataError: The files are missing, damaged, or too small for the split.
+    """
+    opener = _CorpusOpener(
+        options=options, tokenizer_fingerprint=None, vocab_size=None, document_boundaries=None
+    )
+    return opener.open_token_files()
 
 
 def _name_of_text(options: DataOptions) -> str:
@@ -189,12 +201,30 @@ def _make_dataset_texts(
 
 @dataclass(frozen=True, slots=True)
 class _CorpusOpener:
-    """Opens token files that fit a run; for its attributes see `open_corpus`."""
+    """Opens token files that fit a run.
+
+    Attributes:
+        options: As in `open_corpus`.
+        tokenizer_fingerprint: Fingerprint of its tokenizer; None if any tokenizer may have made
+            the files.
+        vocab_size: As in `open_corpus`; None for any ids.
+        document_boundaries: As in `open_corpus`.
+    """
 
     options: DataOptions
-    tokenizer_fingerprint: str
-    vocab_size: int
+    tokenizer_fingerprint: str | None
+    vocab_size: int | None
     document_boundaries: DocumentBoundaries | None
+
+    def open_token_files(self) -> Corpus | None:
+        """Open the token files that the options name; None if they name text."""
+        if self.options.data_stage:
+            return self.open_stages()
+        if self.options.data_path:
+            return self.open_split()
+        if self.options.train_data_path or self.options.valid_data_path:
+            return self.open_unsplit(self.options.train_data_path, self.options.valid_data_path)
+        return None
 
     def open_split(self) -> Corpus:
         """Open the files of `data_path` and split each of them by `split`."""
@@ -305,14 +335,15 @@ class _CorpusOpener:
         if file.num_tokens == 0:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it again.")
         if sidecar is not None:
-            check_tokenizer(
-                file.prefix,
-                sidecar,
-                self.tokenizer_fingerprint,
-                self.options.ignore_tokenizer_mismatch,
-            )
+            if self.tokenizer_fingerprint is not None:
+                check_tokenizer(
+                    file.prefix,
+                    sidecar,
+                    self.tokenizer_fingerprint,
+                    self.options.ignore_tokenizer_mismatch,
+                )
             check_prepend_bos(file.prefix, sidecar, self.options.prepend_bos)
-            if sidecar.largest_token >= self.vocab_size:
+            if self.vocab_size is not None and sidecar.largest_token >= self.vocab_size:
                 raise vocabulary_error(file.prefix, sidecar.largest_token, self.vocab_size)
         if self.document_boundaries is not None:
             check_document_ends(file, self.document_boundaries.eos_token_id)

@@ -36,7 +36,7 @@ class MixtureSize(NamedTuple):
         )
 
     def describe_active(self) -> str:
-        """Return the active parameters: `3.3B of 30.5B parameters are active`."""
+        """Return the active parameters: `3.4B of 30.5B parameters are active`."""
         return f"{_short(self.active)} of {_short(self.total)} parameters are active"
 
 

@@ -236,7 +236,7 @@ def test_a_script_for_a_site_comes_with_the_plan_of_its_run(capsys):
     _, said = write(capsys, "--site", "frontier", "--time", "2:00:00", trainer=SMALL)
     assert "Plan: gpt2 124M, 124,439,808 parameters, on 1 node of 8 mi250x: 8 ranks\n" in said
     assert re.search(r"Plan: .* GiB of 60\.80 GiB on a rank\. It fits: .* GiB are left\.\n", said)
-    assert re.search(r"Plan: .* tokens take .* hours, .* node-hours\n", said)
+    assert re.search(r"Plan: .* tokens take .* hours, .* node-hours, at 40% of the peak\n", said)
     assert "--device" not in said
 
 

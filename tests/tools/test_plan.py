@@ -35,6 +35,7 @@ from llm.tools.plan.rank_model import (
 )
 from llm.tools.plan.remedy import find_remedy
 from llm.tools.plan.trace import MemoryMeter
+from tests.support.token_files import write_pair
 
 SMALL = {
     "num_layers": 4,
@@ -538,6 +539,42 @@ def test_a_length_in_epochs_needs_the_number_of_tokens(capsys):
         "\ndays: the length of 2 epochs depends on the data: give --num_tokens, or --max_duration "
         "in tokens or steps\n"
     ) in capsys.readouterr().out
+
+
+def test_the_epochs_of_token_files_are_planned_with_the_trainers_warning(tmp_path, capsys):
+    # 100 samples of 64 tokens, and 50.
+    web, code = (
+        str(write_pair(tmp_path / name, [[1] * size]))
+        for name, size in (("web", 6401), ("code", 3201))
+    )
+    words = [*WORDS, "--memory_gib", "64", "--train_data_path"]
+    assert main([*words, web, "--max_duration", "400 samples"]) == 0
+    assert "of the peak\ndata: 4 epochs of web\na checkpoint" in capsys.readouterr().out
+
+    assert main([*words, web, "--max_duration", "416 samples"]) == 0
+    assert (
+        "\ndata: 4.16 epochs of web\nThe run takes 4.2 epochs of its data, and text that is "
+        "repeated more than 4 times teaches little: set --max_duration to '25600 tokens' at most, "
+        "or allow the epochs with --max_epochs 5.\n"
+    ) in capsys.readouterr().out
+
+    assert main([*words, "0.5", web, "0.5", code, "--num_tokens", "25600", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] == {"web": 2, "code": 4}
+    assert main([*words, "0.5", web, "0.5", code, "--num_tokens", "32000"]) == 0
+    assert "The run takes 5.0 epochs of the source code, and" in capsys.readouterr().out
+
+
+def test_a_length_in_epochs_is_planned_from_the_token_files_that_are_here(tmp_path, capsys):
+    words = [*WORDS, "--memory_gib", "64", "--max_duration", "2 epochs", "--train_data_path"]
+    assert main([*words, str(write_pair(tmp_path / "web", [[1] * 6401]))]) == 0
+    printed = capsys.readouterr().out
+    assert "12,800 tokens take" in printed
+    assert "data: 2 epochs of web\na checkpoint" in printed
+
+    assert main([*words, str(tmp_path / "elsewhere")]) == 0
+    printed = capsys.readouterr().out
+    assert "depends on the data: give --num_tokens" in printed
+    assert "\ndata: " not in printed
 
 
 def test_a_plan_that_does_not_fit_is_reported_with_exit_code_1(capsys):

@@ -153,6 +153,19 @@ def test_the_plan_says_how_many_experts_and_active_parameters_there_are(capsys):
     assert not {"active_parameters", "experts"} & json.loads(capsys.readouterr().out).keys()
 
 
+def test_less_of_the_peak_is_expected_of_a_mixture_which_nobody_measured(capsys):
+    config = MIXTURE["config_overrides"]
+    words = ["--model_type", "qwen3_moe", "--device", "cpu", "--config_overrides", config]
+    words += ["--block_size", "64", "--num_tokens", "1e6"]
+    main(words)
+    expected = "node-hours, at 20% of the peak (nobody has measured a mixture of experts)\n"
+    assert expected in capsys.readouterr().out
+    main([*words, "--efficiency", "0.3", "--json"])
+    assert json.loads(capsys.readouterr().out)["efficiency"] == 0.3
+    main(["--model_type", "gpt2", "--device", "cpu", "--num_tokens", "1e6"])
+    assert "node-hours, at 40% of the peak\n" in capsys.readouterr().out
+
+
 def test_the_search_divides_experts_where_the_trainer_does():
     job = Job(PlanOptions(**MIXTURE, gradient_accumulation_steps=2))
     layouts = {candidate.dims for candidate in search(job)}

@@ -358,7 +358,7 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
         ),
         optimizer_seconds=optimizer_bytes / (device.bandwidth * 1e9),
     )
-    step_seconds = costs.seconds_at(job.options.efficiency)
+    step_seconds = costs.seconds_at(job.efficiency)
     return Estimate(
         dims=dims,
         micro_batches=batches.accumulation,

@@ -50,9 +50,10 @@ class PlanOptions(GPTConfig):
         "from the table.",
         above=0,
     )
-    efficiency: float = option(
-        0.5,
-        "Expected fraction of the device's peak for matrix products.",
+    efficiency: float | None = option(
+        None,
+        "Expected fraction of the device's peak for matrix products; by default 0.4, and 0.2 for "
+        "mixtures of experts.",
         above=0,
         at_most=1,
     )

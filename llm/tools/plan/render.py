@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def _format_run_name(job: Job, plan: Estimate) -> str:
 
 
 def format_summary(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
-    """Return three lines about a layout: the run, its memory, and its time.
+    """Return lines about a layout: the run, its memory, its time, and the epochs of its data.
 
     Args:
         job: The run.
@@ -74,6 +75,7 @@ def format_summary(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -
         _format_run_name(job, plan),
         f"{memory} {_format_verdict(job, plan, remedy)}",
         _format_run_time(job, plan),
+        *_format_epochs(job, plan),
     ]
 
 
@@ -98,7 +100,7 @@ def format_table(job: Job, estimates: list[Estimate]) -> list[str]:
     return [
         *lines,
         f"{num_fitting} of {len(estimates)} layouts fit into {_format_gib(job.usable_bytes)} of "
-        f"{job.options.device}; tokens per second at {job.options.efficiency:.0%} of its peak.",
+        f"{job.options.device}; tokens per second at {job.efficiency:.0%} of its peak.",
     ]
 
 
@@ -125,8 +127,9 @@ def plan_json(
         "micro_batch_size": device_batch_size(options),
         **_estimate_json(plan),
         "fits_with": remedy,
-        "efficiency": options.efficiency,
+        "efficiency": job.efficiency,
         "budget_tokens": job.token_budget(plan.dims),
+        "epochs": _count_epochs(job, plan),
         "days": days,
         "node_hours": None if days is None else days * 24 * options.nodes,
         "checkpoint_bytes": num_bytes,
@@ -249,9 +252,10 @@ def _format_times(job: Job, plan: Estimate) -> list[str]:
         f"{plan.flops_per_step:.4g} FLOPs per step; the pipeline's bubble is {plan.bubble:.1%} of "
         "it",
         f"a step takes {plan.floor_seconds:.3g} s at least, and {plan.step_seconds:.3g} s at "
-        f"{job.options.efficiency:.0%} of the device's peak: {tokens_per_second:,.0f} tokens/s, "
+        f"{job.efficiency:.0%} of the device's peak: {tokens_per_second:,.0f} tokens/s, "
         f"{tokens_per_second * _DAY_SECONDS / 1e9:,.2f} billion a day",
         _format_run_time(job, plan),
+        *_format_epochs(job, plan),
         f"a checkpoint has {_format_gb(num_bytes)} and takes "
         f"{num_bytes / (disk_gbps * 1e9):,.1f} s at {disk_gbps:g} GB/s",
     ]
@@ -267,7 +271,36 @@ def _format_run_time(job: Job, plan: Estimate) -> str:
         )
     node_hours = days * 24 * job.options.nodes
     digits = 0 if node_hours >= 10 else 2
-    return f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours"
+    experience = ""
+    if mixture_size(job.model) is not None:
+        experience = " (nobody has measured a mixture of experts)"
+    return (
+        f"{budget:,.0f} tokens take {_format_days(days)}, {node_hours:,.{digits}f} node-hours, at "
+        f"{job.efficiency:.0%} of the peak{experience}"
+    )
+
+
+def _count_epochs(job: Job, plan: Estimate) -> dict[str, float]:
+    """Return the epochs of each source of the data by name; empty if their size is unknown."""
+    num_samples = _count_samples(job, plan)
+    return {} if job.data is None or num_samples is None else job.data.count_epochs(num_samples)
+
+
+def _count_samples(job: Job, plan: Estimate) -> int | None:
+    """Return the samples of the whole run; None if they are unknown."""
+    budget = job.token_budget(plan.dims)
+    return None if budget is None else math.ceil(budget / job.length)
+
+
+def _format_epochs(job: Job, plan: Estimate) -> list[str]:
+    """Return the line about the epochs of each source, and the trainer's warning about them."""
+    num_samples = _count_samples(job, plan)
+    if job.data is None or num_samples is None:
+        return []
+    epochs_by_source = job.data.count_epochs(num_samples)
+    epochs = [f"{number:.4g} epochs of {name}" for name, number in epochs_by_source.items()]
+    warning = job.data.describe_repetition(num_samples)
+    return [f"data: {', '.join(epochs)}", *([] if warning is None else [warning])]
 
 
 def _format_days(days: float) -> str:

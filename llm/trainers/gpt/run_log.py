@@ -5,7 +5,6 @@ import math
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 import accelerate
@@ -18,6 +17,7 @@ from llm.checkpoint.format import TrainState
 from llm.config.options import format_default, non_default
 from llm.config.shell import shell_line
 from llm.data.corpus import CorpusSource
+from llm.data.epoch_limits import describe_repeated_data
 from llm.data.order import find_stage_starts
 from llm.models.attention import kernel_dtype
 from llm.models.attention_kernels import attention_kernel
@@ -35,9 +35,6 @@ from llm.trainers.gpt.step_samples import describe_sample_order
 from llm.trainers.gpt.training_run import TrainingRun
 
 logger = logging.getLogger("llm")
-
-_MAX_USEFUL_EPOCHS = 4
-"""Epochs of a source, above which the log warns."""
 
 
 def log_start(run: Run, strategy: AcceleratedStrategy, model: PreTrainedModel) -> None:
@@ -308,31 +305,18 @@ def _log_samples_per_source(run: TrainingRun, num_samples: int, verb: str) -> No
 
 
 def _warn_about_repeated_data(run: TrainingRun) -> None:
-    """Warn about the most repeated source, unless an option sets epochs.
-
-    Up to four epochs are almost worth as much as new text (Muennighoff et al. 2023, "Scaling
-    Data-Constrained Language Models").
-    """
     num_samples = run.batch_plan.total_samples
-    if run.config.max_epochs or run.config.max_duration.unit == "epochs" or not num_samples:
+    if not num_samples:
         return
-    counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
-    epochs = [
-        Fraction(count, run.samples.epoch_samples(source_index)) if count else Fraction(0)
-        for source_index, count in enumerate(counts)
-    ]
-    most_epochs = max(epochs)
-    if most_epochs <= _MAX_USEFUL_EPOCHS:
-        return
-    source = run.corpus.train[epochs.index(most_epochs)]
-    source_label = "its data" if len(counts) == 1 else f"the source {source.name}"
-    useful_tokens = int(num_samples * _MAX_USEFUL_EPOCHS / most_epochs) * run.block_size
-    logger.warning(
-        f"The run takes {float(most_epochs):,.1f} epochs of {source_label}, and text that "
-        f"is repeated more than {_MAX_USEFUL_EPOCHS} times teaches little: set --max_duration to "
-        f"'{useful_tokens} tokens' at most, or allow the epochs with --max_epochs "
-        f"{math.ceil(most_epochs)}."
+    warning = describe_repeated_data(
+        run.config,
+        run.corpus.train,
+        run.samples,
+        run.skipped.samples_per_source(run.samples.samples_per_source, num_samples),
+        max_duration=run.config.max_duration,
     )
+    if warning is not None:
+        logger.warning(warning)
 
 
 def log_end(
