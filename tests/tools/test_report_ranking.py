@@ -101,6 +101,26 @@ def test_a_seed_that_failed_is_missing_from_its_group(sweep):
     assert rows[-1][1:3] == ("learning_rate=0.003,seed=2", "failed")
 
 
+def test_models_of_two_sizes_with_equal_options_are_two_groups(tmp_path):
+    """Such as a config.json or a tokenizer that has changed under its name."""
+    for name, parameters, seed in (("a", 1000, 1), ("b", 1000, 2), ("c", 2000, 1), ("d", 2000, 2)):
+        write_member(tmp_path / name, 3.0 + seed, parameters=parameters, seed=seed)
+    columns, rows = rows_of(tmp_path)
+    assert columns[-2:] == ["Parameters", "seed"]
+    assert [(row[0], row[1], row[-2]) for row in rows if row[0]] == [
+        ("1", "mean of 2 runs", "1,000"),
+        ("2", "mean of 2 runs", "2,000"),
+    ]
+
+
+def test_a_seed_of_unknown_size_belongs_to_the_only_size(tmp_path):
+    for name, parameters, seed in (("a", 1000, 1), ("b", 1000, 2), ("c", None, 3)):
+        write_member(tmp_path / name, 3.0 + seed, parameters=parameters, seed=seed)
+    (tmp_path / "c" / "status.json").write_text('{"status": "failed"}')
+    _, rows = rows_of(tmp_path)
+    assert [row[1] for row in rows] == ["2 of 3 runs", "a", "b", "c"]
+
+
 def test_branches_from_two_checkpoints_are_not_the_seeds_of_a_group(tmp_path):
     for step in (10, 20):
         checkpoint = f"/runs/stable/checkpoints/step_{step:08}"

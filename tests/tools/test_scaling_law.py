@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,17 @@ def test_the_best_ratio_has_the_lowest_loss_of_its_compute():
         for size, ratio in zip(sizes, ratios, strict=True)
     ]
     assert losses[1] == min(losses)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.3, -5.0])
+def test_losses_that_no_law_describes_are_fitted_without_warnings(exponent, monkeypatch):
+    """Losses that do not depend on size and tokens, that rise with the size, or fall steeply."""
+    monkeypatch.setattr(scaling_law, "NUM_RESAMPLES", 2)
+    sizes, tokens, _ = made_up_runs(noise=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        law = fit_scaling_law(sizes, tokens, 2.0 + (sizes / 60e6) ** exponent)
+    assert np.isfinite([value for estimate in law.estimates.values() for value in estimate]).all()
 
 
 def test_the_gradient_is_that_of_finite_differences():

@@ -45,6 +45,7 @@ class Member:
         tokens: Tokens until then; None if unknown.
         num_parameters: All parameters of its model, of a mixture of experts the active ones; None
             if unknown.
+        total_parameters: All parameters, also of a mixture; None if unknown.
         options: The options that differ between the runs, by name.
     """
 
@@ -55,12 +56,13 @@ class Member:
     step: int | None
     tokens: float | None
     num_parameters: int | None
+    total_parameters: int | None
     options: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranked runs that differ at most in their seed.
+    """Ranked runs of models of one size that differ at most in their seed.
 
     Attributes:
         members: The runs, by rising loss.
@@ -201,6 +203,7 @@ def _make_member(run: Run, run_index: int, options: dict[str, Any]) -> Member:
         step=int(last_row["step"]) if evaluations else None,
         tokens=tokens if math.isfinite(tokens) else None,
         num_parameters=run.start.get("active_parameters", run.start.get("parameters")),
+        total_parameters=run.start.get("parameters"),
         options=options,
     )
 
@@ -216,20 +219,36 @@ def _find_problem(run: Run, *, loss: float | None) -> str:
 
 
 def _group_members(members: Sequence[Member]) -> list[Group]:
-    """Return the ranked runs in groups of equal options except the seed, by rising mean loss."""
+    """Return the ranked runs in groups that differ at most in the seed, by rising mean loss."""
     members_by_options: dict[str, list[Member]] = {}
     for member in members:
         options = {name: value for name, value in member.options.items() if name != "seed"}
         members_by_options.setdefault(repr(options), []).append(member)
     groups = []
     for equal_members in members_by_options.values():
-        ranked_members = sorted(
-            (member for member in equal_members if not member.problem),
-            key=lambda member: member.loss or 0.0,
-        )
-        if ranked_members:
-            groups.append(Group(members=ranked_members, num_seeds=len(equal_members)))
+        for equal_models in _split_by_size(equal_members):
+            ranked_members = sorted(
+                (member for member in equal_models if not member.problem),
+                key=lambda member: member.loss or 0.0,
+            )
+            if ranked_members:
+                groups.append(Group(members=ranked_members, num_seeds=len(equal_models)))
     return sorted(groups, key=lambda group: group.mean_loss)
+
+
+def _split_by_size(members: Sequence[Member]) -> list[list[Member]]:
+    """Return runs of equal options in lists of equal models.
+
+    The options name files, such as a config.json or a tokenizer, which may have changed. A run of
+    unknown size, which may not have started, counts as one of the others if they have one size.
+    """
+    members_by_size: dict[int | None, list[Member]] = {}
+    for member in sorted(members, key=lambda member: member.total_parameters is None):
+        size = member.total_parameters
+        if size is None and len(members_by_size) == 1:
+            (size,) = members_by_size
+        members_by_size.setdefault(size, []).append(member)
+    return [*members_by_size.values()]
 
 
 def _describe_validation_change(

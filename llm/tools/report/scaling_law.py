@@ -29,6 +29,10 @@ _HUBER_THRESHOLD = 1e-3
 _EXPONENT_GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0)
 _NUM_STARTS = 20
 _MAX_EXPONENT = 4.0
+_MAX_LOGIT = 30.0
+"""Bound of the exponents' logits; a flat loss would move an exponent to 0, which has no log."""
+_MAX_LOG = 700.0
+"""Bound of logarithms; exp overflows above 709."""
 _MAX_CORRELATION = 0.98
 
 
@@ -173,20 +177,26 @@ def _compute_constants(
     log_size = (log_a + np.log(alpha) - log_b - np.log(beta)) / (alpha + beta)
     log_size = log_size + a * np.log(compute / 6)
     return {
-        "E": np.exp(log_e),
-        "A": np.exp(log_a),
-        "B": np.exp(log_b),
+        "E": _bounded_exp(log_e),
+        "A": _bounded_exp(log_a),
+        "B": _bounded_exp(log_b),
         "alpha": alpha,
         "beta": beta,
         "a": a,
         "b": 1 - a,
-        "tokens_per_parameter": np.exp(np.log(compute / 6) - 2 * log_size),
+        "tokens_per_parameter": _bounded_exp(np.log(compute / 6) - 2 * log_size),
     }
 
 
+def _bounded_exp(logarithms: Array) -> Array:
+    """Return exp of logarithms, at most e^700; exponents near 0 give ratios beyond any float."""
+    values: Array = np.exp(np.minimum(logarithms, _MAX_LOG))
+    return values
+
+
 def _exponents_from_logits(logits: Array) -> Array:
-    """Return exponents between 0 and their maximum."""
-    exponents: Array = _MAX_EXPONENT / (1 + np.exp(-logits))
+    """Return exponents between 0 and their maximum, without both ends."""
+    exponents: Array = _MAX_EXPONENT / (1 + np.exp(-np.clip(logits, -_MAX_LOGIT, _MAX_LOGIT)))
     return exponents
 
 
@@ -220,9 +230,9 @@ def _fit_objective(
     predicted = np.logaddexp.reduce(log_terms, axis=0)
     shares = np.exp(log_terms - predicted)
     residuals = (predicted - log_losses) / _HUBER_THRESHOLD
-    magnitudes = np.abs(residuals)
-    huber = np.where(magnitudes <= 1, residuals**2 / 2, magnitudes - 0.5)
-    slopes = shares * weights * np.clip(residuals, -1, 1) / _HUBER_THRESHOLD
+    clipped = np.clip(residuals, -1, 1)
+    huber = clipped * (residuals - clipped / 2)  # a square up to 1, which cannot overflow
+    slopes = shares * weights * clipped / _HUBER_THRESHOLD
     exponents = _exponents_from_logits(solution[3:])
     exponent_gradient = -np.array([slopes[0] @ log_sizes, slopes[1] @ log_tokens])
     logit_gradient = exponent_gradient * exponents * (1 - exponents / _MAX_EXPONENT)
