@@ -46,6 +46,8 @@ _FILE_PATTERNS_BY_FOLDER = {
 """Patterns of the file names that a run writes to each of its folders."""
 OWNER_CLAIM_NAME = ".owner"
 """Name of the claim to a folder on a file system without locks."""
+IN_USE = "is in use by"
+"""Words of the refusal of a folder that another run writes to; `llm-trainers sweep` reads them."""
 _UNKNOWN_OWNER = "another process"
 _LOCK_SECONDS = 0.3  # longer than `has_lock_holder` takes
 _CLAIM_POLL_SECONDS = 0.5  # between two looks at another run's sign of life
@@ -325,7 +327,7 @@ class RunFolder:
 
     def _in_use_error(self) -> ConfigError:
         return ConfigError(
-            f"--output_dir {self.path} is in use by {self.read_lock_owner()}; wait for it, end "
+            f"--output_dir {self.path} {IN_USE} {self.read_lock_owner()}; wait for it, end "
             "it, or name another folder."
         )
 

@@ -1,5 +1,6 @@
 """`llm-trainers sweep`: members of a grid are checked, run, interrupted, and repeated."""
 
+import contextlib
 import errno
 import json
 import os
@@ -191,6 +192,13 @@ end = (folder / "end").read_text()
 if end == "crash":
     write("failed", reason="a reason")
     sys.exit("Traceback\\nerror: The loss is not finite.\\nmore")
+if end == "lock":
+    from llm.checkpoint.run_folder import RunFolder
+    from llm.errors import ConfigError
+    try:
+        RunFolder(folder).lock().__enter__()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
 (folder / "all_results.json").write_text(json.dumps({"eval_loss": 3.5}))
 write("finished")
 """
@@ -440,6 +448,25 @@ def test_a_lock_without_a_command_is_named(tmp_path, monkeypatch):
         r"or its node is dead, delete the file\.",
         sweep.runs.outcomes["a"].sentence,
     )
+
+
+def test_a_member_that_a_job_starts_first_is_left_to_it(tmp_path, monkeypatch):
+    """The job locks the folder after the command has looked, and before its trainer does."""
+    sweep = Sweep(tmp_path, members("a", "b"), monkeypatch)
+    sweep.end("b")
+    with contextlib.ExitStack() as job:
+
+        def start_job() -> None:
+            job.enter_context(RunFolder(tmp_path / "a").lock())
+            (tmp_path / "a/status.json").unlink()
+            sweep.end("a", "lock")
+
+        call_when((tmp_path / "a/status.json").exists, start_job)
+        sweep.runs.run()
+    assert sweep.states() == {"a": "running", "b": "finished"}
+    sentence = rf"--output_dir {tmp_path}/a is in use by process {os.getpid()} on .*; wait for it, "
+    assert re.match(sentence, sweep.runs.outcomes["a"].sentence)
+    assert sweep.state("a") == "interrupted"  # without the job, a later command resumes it
 
 
 def test_a_member_that_the_scheduler_stops_first_is_interrupted(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from llm.checkpoint.run_folder import OWNER_CLAIM_NAME, RunFolder
+from llm.checkpoint.run_folder import IN_USE, OWNER_CLAIM_NAME, RunFolder
 from llm.metrics.set_scores import set_score_title
 from llm.runtime.claims import EXPIRY_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, read_live_claim_age
 from llm.tools.report.run_files import read_metrics, read_numbers, read_table
@@ -88,7 +88,7 @@ def read_stopped_outcome(folder: Path) -> Outcome:
     if status:
         return Outcome(state="interrupted", sentence="It was killed.")
     error = last_error(folder / LOG_NAME)
-    if error:  # the trainer has refused its options or inputs
+    if error and IN_USE not in error:  # the trainer has refused its options or inputs
         return Outcome(state="failed", sentence=error)
     is_started = (folder / LOG_NAME).exists()
     return Outcome(state="interrupted" if is_started else "waiting")

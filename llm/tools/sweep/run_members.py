@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from llm.checkpoint.run_folder import OWNER_CLAIM_NAME, RunFolder
+from llm.checkpoint.run_folder import IN_USE, OWNER_CLAIM_NAME, RunFolder
 from llm.config.shell import shell_line
 from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
 from llm.runtime.signals import CALLER_VARIABLE, EXIT_PREEMPTED, Interruption
@@ -291,6 +291,8 @@ class MemberRuns:
         if self.is_stopped or is_signalled or (b'"preempted"' in status and has_new_status):
             return dataclasses.replace(outcome, state="interrupted")
         sentence = last_error(folder / LOG_NAME)
+        if IN_USE in sentence:  # a job has started it after this command had looked
+            return Outcome(state="running", sentence=sentence)
         if not sentence and outcome.state == "failed" and has_new_status:
             sentence = outcome.sentence
         return Outcome(state="failed", sentence=sentence or _describe_exit(exit_code))

@@ -103,8 +103,9 @@ def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
     recorded_config = read_config(folder)
     is_finished = read_stopped_outcome(folder).state == "finished"
     if is_finished:
-        batch = _read_batch(folder)
-        recorded, values = _finished_values(config, recorded_config, batch, num_ranks=num_ranks)
+        recorded, values = _compare_training(
+            config, recorded_config, _read_batch(folder), num_ranks=num_ranks
+        )
     else:
         allowed_names = list_changeable_options(config)
         recorded = list_fixed_options(recorded_config)
@@ -121,29 +122,50 @@ def check_same_run(config: GPTConfig, *, num_ranks: int | None) -> list[str]:
     return _logged_changes(config, recorded_config) if is_finished else []
 
 
-def _finished_values(
+def _compare_training(
     config: GPTConfig,
     recorded_config: GPTConfig,
     recorded_batch: RecordedBatch,
     *,
     num_ranks: int | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a finished run and of its member, with equal spellings made equal."""
-    first_ranks, batch_size, block_size = recorded_batch
-    recorded = training_values(recorded_config, num_ranks=first_ranks)
-    values = training_values(config, num_ranks=num_ranks or first_ranks, defaults=recorded)
-    if batch_size is not None:
-        recorded["global_batch_size"] = batch_size
-    if block_size is not None and batch_size is not None and "global_batch_size" in values:
-        # In the record of 256@0,512@2B, the second phase begins at a whole step.
-        phases = plan_batch_phases(values["global_batch_size"], block_size=block_size)
-        if phases == plan_batch_phases(batch_size, block_size=block_size):
-            values["global_batch_size"] = batch_size
-    if recorded_config.on_loss_spike == "rewind":  # the run itself has skipped samples, too
-        skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(recorded["skip_samples"]))
-        if skipped.skip(parse_skipped_ranges(config.skip_samples)) == skipped:
-            values["skip_samples"] = recorded["skip_samples"]
+    """Return what a finished run has trained and what its member would train, as options.
+
+    Where both mean the same, the member has the value of the run.
+    """
+    recorded = training_values(recorded_config, num_ranks=recorded_batch.num_ranks)
+    values = training_values(
+        config, num_ranks=num_ranks or recorded_batch.num_ranks, defaults=recorded
+    )
+    if recorded_batch.global_batch_size is not None:
+        recorded["global_batch_size"] = recorded_batch.global_batch_size
+    if _has_phases_of(recorded_batch, values.get("global_batch_size")):
+        values["global_batch_size"] = recorded_batch.global_batch_size
+    if _has_skipped(recorded_config, recorded["skip_samples"], config.skip_samples):
+        values["skip_samples"] = recorded["skip_samples"]
     return recorded, values
+
+
+def _has_phases_of(recorded_batch: RecordedBatch, global_batch_size: int | str | None) -> bool:
+    """Return whether a global batch has the same phases as the one of a run.
+
+    In the record of 256@0,512@2B, the second phase begins at a whole step.
+    """
+    _, recorded_size, block_size = recorded_batch
+    if recorded_size is None or block_size is None or global_batch_size is None:
+        return False
+    phases = plan_batch_phases(global_batch_size, block_size=block_size)
+    return phases == plan_batch_phases(recorded_size, block_size=block_size)
+
+
+def _has_skipped(
+    recorded_config: GPTConfig, recorded_ranges: str | None, ranges: str | None
+) -> bool:
+    """Return whether a finished run has skipped some ranges, and others after loss spikes."""
+    if recorded_config.on_loss_spike != "rewind":
+        return False
+    skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(recorded_ranges))
+    return skipped.skip(parse_skipped_ranges(ranges)) == skipped
 
 
 def _logged_changes(config: GPTConfig, recorded_config: GPTConfig) -> list[str]:
