@@ -41,7 +41,7 @@ def describe_repeated_data(
         num_samples_by_source: Samples that the run takes of each source.
         max_duration: Length of the run, which allows them if it is in epochs.
     """
-    if options.most_epochs or max_duration.unit == "epochs":
+    if options.max_epochs or max_duration.unit == "epochs":
         return None
     epochs_by_source = count_epochs(samples, num_samples_by_source)
     most_epochs = max(epochs_by_source)
