@@ -146,16 +146,24 @@ def _shape_names(model_type: str) -> tuple[str, str, str]:
     return "num_hidden_layers", "hidden_size", "num_attention_heads"
 
 
+def read_shape(fields: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the layers, the width and the heads of a model."""
+    num_layers, width, num_heads = (
+        int(fields[name]) for name in _shape_names(fields["model_type"])
+    )
+    return num_layers, width, num_heads
+
+
 def _resize_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[str, Any]:
     """Return the fields that change if a model has other layers, another width and other heads."""
-    field_names = _shape_names(fields["model_type"])
-    old_layers, old_width, old_heads = (int(fields[name]) for name in field_names)
+    old_layers, old_width, old_heads = read_shape(fields)
     new_layers, new_width, new_heads = new_shape
     if new_width % new_heads:
         raise ConfigError(
             f"--hidden_size {new_width} cannot be divided by --num_attention_heads {new_heads}; "
             "change one of them."
         )
+    field_names = _shape_names(fields["model_type"])
     changes: dict[str, Any] = dict(zip(field_names, new_shape, strict=True))
     if fields["model_type"] == "gpt2":
         mlp_width = fields.get("n_inner")
@@ -178,7 +186,7 @@ def _resize_fields(fields: Mapping[str, Any], new_shape: Sequence[int]) -> dict[
 
 def _choose_shape(options: ModelOptions, fields: Mapping[str, Any]) -> Sequence[int]:
     """Return layers, width and heads: options override the size, and the size the configuration."""
-    base_shape: Sequence[int] = [int(fields[name]) for name in _shape_names(fields["model_type"])]
+    base_shape: Sequence[int] = read_shape(fields)
     if options.model_size in SIZES:
         base_shape = SIZES[options.model_size][:3]
     elif options.model_size is not None:
@@ -219,9 +227,7 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount:
     Args:
         fields: The fields in `DEFAULT_FIELDS` and `model_type`, which is one of `SHAPED`.
     """
-    num_layers, width, num_heads = (
-        int(fields[name]) for name in _shape_names(fields["model_type"])
-    )
+    num_layers, width, num_heads = read_shape(fields)
     num_embedding = int(fields["vocab_size"]) * width * (1 if fields["tie_word_embeddings"] else 2)
     if fields["model_type"] == "gpt2":
         num_embedding += int(fields["n_positions"]) * width

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from llm.parallel.dims import make_parallel_dims
 from llm.runtime.files import json_safe
 from llm.runtime.world import World
 from llm.tools.evidence import checks, rank_programs
+from llm.tools.evidence import evidence as evidence_program
 from llm.tools.evidence.checks import planned_device
 from llm.tools.evidence.evidence import main
 from llm.tools.evidence.evidence_file import EvidenceFile, remove_personal_data
@@ -96,6 +98,30 @@ def test_two_ranks_compare_a_layout_with_one_rank(tmp_path):
     assert evidence["machine"]["ranks"] == 2
     assert evidence["parts"]["preflight"][0]["all_reduce_ms"] > 0
     assert evidence["parts"]["layouts"][1]["options"] == "--data_parallel_shard_size 2"
+
+
+def test_the_name_of_a_site_with_other_devices_is_refused(tmp_path):
+    outcomes = run_ranks(collect, 2, tmp_path, "--site", "kempner")
+    assert values(outcomes) == [2, 2]
+    sentence = r"error: --site kempner has a100-40gb and h100-80gb and h200-141gb, and this machine"
+    assert re.search(
+        rf"{sentence} .*: start evidence on a node of the site, or leave", outcomes[0].output
+    )
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("device", "card", "site"),
+    [
+        ("cuda", "NVIDIA A100-SXM4-40GB", "polaris"),
+        ("cuda", "NVIDIA H200", "kempner"),  # in one of its queues
+        ("rocm", "AMD Instinct MI250X", "frontier"),
+        ("cuda", "NVIDIA A100-SXM4-40GB", "elsewhere"),
+        ("cuda", "NVIDIA T4", "polaris"),  # not known to be of another site
+    ],
+)
+def test_the_name_of_a_site_with_these_devices_is_taken(device, card, site):
+    evidence_program._check_site(site, {"device": device, "card": card})
 
 
 @pytest.mark.layouts

@@ -123,16 +123,31 @@ def test_the_table_counts_the_tokens_before_a_branch_once(folder):
     assert num_tokens == pytest.approx(124_439_808 * (32 + 2 + 4 + 8), rel=1e-3)
     lines = ladder_lines(members)
     assert lines[0].split() == [
-        *("member", "parameters", "tokens", "batch", "learning", "rate", "FLOPs", "(6", "N", "D)")
+        *("member", "parameters", "layers,", "width,", "heads", "tokens", "batch"),
+        *("learning", "rate", "FLOPs", "(6", "N", "D)"),
     ]
     assert lines[2].split() == [
-        *("model_size=124M,tokens_per_parameter=10", "124,439,808", "1,244,398,080", "262,144"),
+        *("model_size=124M,tokens_per_parameter=10", "124,439,808", "12,", "768,", "12"),
+        *("1,244,398,080", "262,144"),
         *(f"{members[0].peak_rate:g}", f"{6 * 124_439_808**2 * 2:.3g}"),
     ]
     assert lines[-1] == (
         "The ladder takes 4.27e+18 FLOPs, and separate runs of these lengths 6.5e+18: the members "
         "of a size are branches of one run."
     )
+
+
+def test_a_size_with_another_shape_than_model_size_gives_is_announced(folder):
+    [gpt2] = rungs("124M")
+    assert (gpt2.shape, gpt2.remark) == ((12, 768, 12), "")
+    [llama] = rungs("124M", (20,), "--model_type", "llama")
+    assert llama.shape != (12, 768, 12)
+    assert llama.remark == (
+        "--model_size 124M alone has 12 layers of width 768 with 12 heads, 137,644,800 "
+        "parameters: the ladder fits the number of parameters, and counts the tokens of the "
+        "tokenizer."
+    )
+    assert ladder_lines([llama])[-1] == llama.remark
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_counts(folder):

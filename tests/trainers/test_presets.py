@@ -14,6 +14,7 @@ from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.models import tiny_config
 from tests.support.recovery import check_resume
+from tests.support.tokenizers import tiny_tokenizer
 from tests.support.training import Bench
 
 ENOUGH = ("--train_file", "a.txt", "--model_name_or_path", "gpt2")
@@ -209,7 +210,32 @@ def test_a_compute_optimal_run_logs_its_values_and_resumes_exactly(tmp_path: Pat
         checkpointing_steps=3,
     )
     assert "preset compute_optimal: learning_rate " in run.output
+    assert "compute_optimal counted" not in run.output
     assert "lr_scheduler_type linear, warmup 77 tokens, weight_decay " in run.output
+
+
+def test_a_tokenizer_that_enlarges_the_counted_model_is_a_warning(tmp_path: Path):
+    bench, num_tokens = Bench(tmp_path), len(tiny_tokenizer())
+    run = bench.train_well(
+        "enlarged",
+        model_name_or_path=None,
+        model_type="gpt2",
+        tokenizer_name=bench.model,
+        config_overrides="vocab_size=100,n_positions=32,n_layer=1,n_embd=8,n_head=1",
+        preset="compute_optimal",
+        global_batch_size=4,
+        max_train_tokens=256,
+        max_train_steps=None,
+        learning_rate=None,
+        lr_scheduler_type=None,
+    )
+    trained = 8 * (num_tokens + 32) + 12 * 8**2 + 13 * 8 + 2 * 8
+    assert f"model: gpt2, {trained:,} parameters" in run.output
+    assert (
+        f"--preset compute_optimal counted {trained - 8 * (num_tokens - 100):,} parameters, with "
+        f"the model's vocabulary of 100 tokens; the tokenizer has {num_tokens}, so {trained:,} are "
+        f"trained. To count them, add vocab_size={num_tokens} to --config_overrides.\n"
+    ) in run.output
 
 
 def test_a_plan_has_the_options_of_the_preset(monkeypatch, capsys):

@@ -33,6 +33,8 @@ from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.options import EvidenceOptions, PartName
 from llm.tools.evidence.rank_programs import RankPrograms, describe_failure
 from llm.tools.evidence.trainings import CheckFailed
+from llm.tools.jobs.sites import known_sites
+from llm.tools.plan.card_names import device_of_card
 from llm.tools.preflight import Board, open_board
 
 _SHARES: dict[PartName, float] = {
@@ -117,6 +119,10 @@ def _collect_evidence(
         sys.stdout.write(f"Everything is in {path}; read it before you send it.\n")
         exit_code = 0 if all_passed else 1
         programs.finish(exit_code)
+    except ConfigError:  # the site has other devices
+        path.unlink()
+        programs.finish(2)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return exit_code
@@ -177,7 +183,11 @@ def _run_parts(
     start = time.monotonic()
     recorder = _Recorder(evidence_file, words)
     job = _check_machine(
-        programs, evidence_file, recorder, seconds=min(_MACHINE_SECONDS, deadline - start)
+        programs,
+        evidence_file,
+        recorder,
+        seconds=min(_MACHINE_SECONDS, deadline - start),
+        site_name=options.site,
     )
     checks = Checks(programs, job)
     parts = list(dict.fromkeys(options.parts))
@@ -232,11 +242,19 @@ class _Recorder:
 
 
 def _check_machine(
-    programs: RankPrograms, evidence_file: EvidenceFile, recorder: _Recorder, *, seconds: float
+    programs: RankPrograms,
+    evidence_file: EvidenceFile,
+    recorder: _Recorder,
+    *,
+    seconds: float,
+    site_name: str | None,
 ) -> Mapping[str, Any]:
     """Return the description of the machine, as in `describe_job`, and record it as a check.
 
     If a rank fails, the next checks get the description of a CPU.
+
+    Raises:
+        ConfigError: The site that the user names has other devices.
     """
     check_start = time.monotonic()
     job: Mapping[str, Any] = {
@@ -251,11 +269,31 @@ def _check_machine(
     try:
         job = _describe_machine(programs, seconds)
         evidence_file.set_machine(job)
+        _check_site(site_name, job)
     except CheckFailed as error:
         failure = error
     check_seconds = time.monotonic() - check_start
     recorder.record("machine", "versions and devices", {}, seconds=check_seconds, error=failure)
     return job
+
+
+def _check_site(site_name: str | None, job: Mapping[str, Any]) -> None:
+    """Refuse the name of a known site for a machine with other devices.
+
+    Raises:
+        ConfigError: Names the devices of both.
+    """
+    site = known_sites().get(site_name or "")
+    cards = job["card"] if isinstance(job["card"], list) else [job["card"]]
+    devices = {"cpu"} if job["device"] == "cpu" else set(map(device_of_card, cards))
+    if site is None or site.device is None or None in devices:
+        return
+    site_devices = {site.device, *(queue.device for queue in site.queues if queue.device)}
+    if not devices <= site_devices:
+        raise ConfigError(
+            f"--site {site_name} has {' and '.join(sorted(site_devices))}, and this machine "
+            f"{', '.join(cards)}: start evidence on a node of the site, or leave --site out."
+        )
 
 
 def _run_check(part: str, check: Check, recorder: _Recorder, *, part_end: float) -> None:

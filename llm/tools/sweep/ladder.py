@@ -18,7 +18,13 @@ from llm.config.duration import Duration, Tokens
 from llm.config.options import format_default
 from llm.errors import ConfigError
 from llm.models.options import SHAPE_OPTIONS
-from llm.models.shapes import SIZE_TOLERANCE, ParameterCount, count_parameters, fit_shape
+from llm.models.shapes import (
+    SIZE_TOLERANCE,
+    ParameterCount,
+    count_parameters,
+    fit_shape,
+    read_shape,
+)
 from llm.optim.compute_optimal import warmup_tokens
 from llm.tools.sweep.members import Base, Member, member_name, option_arguments
 from llm.trainers.gpt.compute_optimal_preset import (
@@ -50,6 +56,8 @@ class Rung(NamedTuple):
     Attributes:
         member: The member.
         parameters: Parameters of its model.
+        shape: Layers, width and heads of its model.
+        remark: A sentence if `--model_size` of the same name has another shape; empty otherwise.
         num_tokens: Tokens of its training, with the tokens before its branch.
         num_parent_tokens: Tokens that its parent trains for it.
         batch_tokens: Tokens of a step.
@@ -58,6 +66,8 @@ class Rung(NamedTuple):
 
     member: Member
     parameters: ParameterCount
+    shape: tuple[int, int, int]
+    remark: str
     num_tokens: int
     num_parent_tokens: int
     batch_tokens: int
@@ -132,6 +142,26 @@ class _RungBase(NamedTuple):
         """Return the name of a member; a trunk has no ratio."""
         length = {} if ratio is None else {"tokens_per_parameter": f"{ratio:g}"}
         return member_name({"model_size": self.size, **length, **self.grid_options})
+
+    @property
+    def model_shape(self) -> tuple[int, int, int]:
+        """The layers, the width and the heads of the model."""
+        return read_shape(read_model_fields({**self.user_options, **self.shape}))
+
+    def compare_shape(self) -> str:
+        """Return a sentence if `--model_size` of the same name is another shape, otherwise ""."""
+        try:
+            fields = read_model_fields({**self.user_options, "model_size": self.size})
+        except ConfigError:  # no shape has this size without the tokens of the tokenizer
+            return ""
+        num_layers, width, num_heads = read_shape(fields)
+        if (num_layers, width, num_heads) == self.model_shape:
+            return ""
+        return (
+            f"--model_size {self.size} alone has {num_layers} layers of width {width} with "
+            f"{num_heads} heads, {count_parameters(fields).total:,} parameters: the ladder fits "
+            "the number of parameters, and counts the tokens of the tokenizer."
+        )
 
     def optimal_options(self, length: Duration) -> dict[str, Any]:
         """Return the user's options, the shape and the values of the rule for a length.
@@ -245,6 +275,8 @@ def _single_rung(rung_base: _RungBase, ratio: float) -> Rung:
     return Rung(
         member=Member(name=rung_base.name(ratio), options=rung_base.member_options(options)),
         parameters=budget.parameters,
+        shape=rung_base.model_shape,
+        remark=rung_base.compare_shape(),
         num_tokens=budget.num_tokens,
         num_parent_tokens=0,
         batch_tokens=options["global_batch_size"] * budget.block_size,
@@ -275,6 +307,8 @@ def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[R
     make_rung = functools.partial(
         Rung,
         parameters=budget.parameters,
+        shape=rung_base.model_shape,
+        remark=rung_base.compare_shape(),
         batch_tokens=batch_tokens,
         peak_rate=options["learning_rate"],
     )
@@ -359,12 +393,17 @@ def _common_multiples(ratios: Sequence[float]) -> list[int]:
 
 
 def ladder_lines(rungs: Sequence[Rung]) -> list[str]:
-    """Return a table of the members' sizes, lengths, batches, rates and FLOPs, and their sum."""
-    heading = ("member", "parameters", "tokens", "batch", "learning rate", "FLOPs (6 N D)")
+    """Return a table of the members' sizes, shapes, lengths, batches, rates and FLOPs.
+
+    Below it are the sum of the FLOPs, and the remarks.
+    """
+    shape_heading = ("parameters", "layers, width, heads")
+    heading = ("member", *shape_heading, "tokens", "batch", "learning rate", "FLOPs (6 N D)")
     rows = [
         (
             rung.member.name,
             f"{rung.parameters.total:,}",
+            ", ".join(map(str, rung.shape)),
             f"{rung.num_tokens:,}",
             f"{rung.batch_tokens:,}",
             f"{rung.peak_rate:g}",
@@ -386,4 +425,4 @@ def ladder_lines(rungs: Sequence[Rung]) -> list[str]:
             f"The ladder takes {num_flops:.3g} FLOPs, and separate runs of these lengths "
             f"{separate_flops:.3g}: the members of a size are branches of one run."
         )
-    return lines
+    return [*lines, *dict.fromkeys(rung.remark for rung in rungs if rung.remark)]

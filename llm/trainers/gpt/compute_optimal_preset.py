@@ -136,6 +136,26 @@ def _count_tokens(length: Duration, parameters: ParameterCount) -> int:
     return num_tokens
 
 
+def describe_uncounted_tokens(values: Mapping[str, Any], num_tokens: int) -> str | None:
+    """Return a sentence if a tokenizer enlarges the model whose parameters the preset counts.
+
+    Args:
+        values: The options of the run, by name.
+        num_tokens: Tokens of its tokenizer, which is read after the preset.
+    """
+    config_fields = read_model_fields(values)
+    if num_tokens <= config_fields["vocab_size"]:
+        return None
+    counted = count_parameters(config_fields).total
+    trained = count_parameters({**config_fields, "vocab_size": num_tokens}).total
+    return (
+        f"{_FLAG} counted {counted:,} parameters, with the model's vocabulary of "
+        f"{config_fields['vocab_size']:,} tokens; the tokenizer has {num_tokens:,}, so "
+        f"{trained:,} are trained. To count them, add vocab_size={num_tokens} to "
+        "--config_overrides."
+    )
+
+
 def read_model_fields(user_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the model's configuration that decide its number of parameters.
 

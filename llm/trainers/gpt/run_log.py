@@ -29,6 +29,7 @@ from llm.runtime.agreement import gather
 from llm.runtime.logging import counted, event
 from llm.runtime.process_settings import allocator_settings
 from llm.trainers.gpt.commands import python_command, start_command
+from llm.trainers.gpt.compute_optimal_preset import COMPUTE_OPTIMAL, describe_uncounted_tokens
 from llm.trainers.gpt.config import packages_in_use, values_of_preset
 from llm.trainers.gpt.seams import ExtraWeights, Run
 from llm.trainers.gpt.step_samples import describe_sample_order
@@ -163,6 +164,10 @@ def _log_options(run: Run) -> None:
             f"{name} {format_default(value)}" for name, value in preset_values.items()
         )
         logger.info(f"preset {run.config.preset}: {value_list or 'overridden by other options'}")
+        if run.config.preset == COMPUTE_OPTIMAL and run.start is None:
+            warning = describe_uncounted_tokens(vars(run.config), len(run.tokenizer))
+            if warning is not None:
+                logger.warning(warning)
     elif not starts_from_weights and "learning_rate" not in non_default(run.config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
