@@ -116,6 +116,7 @@ class Job:
     Attributes:
         options: The same.
         length: Tokens of a sample.
+        data: The token files; None if the run reads text, or files of another machine.
         dims: The layout that the options describe.
         device: The device of each rank.
         usable_bytes: Bytes of its memory available to tensors.
@@ -127,7 +128,7 @@ class Job:
 
     Raises:
         ConfigError: The model cannot be loaded, does not have this shape, or does not fit this
-            number of ranks.
+            number of ranks; or a stage of the data is too short.
     """
 
     def __init__(self, options: PlanOptions) -> None:
@@ -135,6 +136,7 @@ class Job:
         self.options = options
         self._config = load_config(options)
         self.length = choose_block_size(options, self._config)
+        self.data = open_planned_data(options, block_size=self.length)
         self.dims = choose_dims(options, self._config, options.nodes * options.gpus_per_node)
         self.device = _make_device(options)
         self._memory_bytes = int(self.device.gib * GIB)
@@ -254,11 +256,6 @@ class Job:
             context=context,
             is_compiled=self.is_compiled,
         )
-
-    @functools.cached_property
-    def data(self) -> PlannedData | None:
-        """The token files of the run; None if it reads text, or files of another machine."""
-        return open_planned_data(self.options, block_size=self.length)
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
