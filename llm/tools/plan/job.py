@@ -26,7 +26,7 @@ from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.parallel.pipeline.split import PipelineModules, find_pipeline_modules
 from llm.parallel.pipeline.stage import check_num_stages
 from llm.tools.plan.options import PlanOptions
-from llm.tools.plan.planned_data import PlannedData, open_planned_data
+from llm.tools.plan.planned_data import open_planned_data
 from llm.tools.plan.rank_model import (
     ParamCounts,
     count_columns,
