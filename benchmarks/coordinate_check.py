@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
@@ -57,7 +57,7 @@ class CheckOptions(GPTConfig):
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
-    options = parse(
+    options = parse_options(
         CheckOptions,
         argv,
         prog="python -m benchmarks.coordinate_check",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.measure import CaseFailed, Usage, figures, median
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option
 from llm.errors import ConfigError, LLMError
 
@@ -54,7 +54,7 @@ def run_benchmark(
     # A benchmark that is terminated still ends the program it measures and removes its files.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        options = parse(
+        options = parse_options(
             options_class,
             sys.argv[1:] if argv is None else argv,
             prog=f"python -m benchmarks.{name}",

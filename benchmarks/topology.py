@@ -19,7 +19,7 @@ from benchmarks.gossip_convergence import (
     link_bytes,
     node_link_bytes,
 )
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
@@ -61,7 +61,7 @@ class TopologyOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    options = parse(
+    options = parse_options(
         TopologyOptions,
         argv,
         prog="python -m benchmarks.topology",

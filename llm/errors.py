@@ -96,7 +96,7 @@ def one_line(error: BaseException) -> str:
 
     If it wraps errors of several ranks, the first one is returned.
     """
-    error = _first_failure(error)
+    error = _unwrap_first_error(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, json.JSONDecodeError):
@@ -135,9 +135,9 @@ def explain_os_error(error: OSError) -> str:
     """Return a sentence about an error of the operating system: path, reason and remedy."""
     if error.errno is None:  # a library's error, which is complete
         return f"{one_line(error)}."
-    path = _path_of(error)
+    path = _find_file_path(error)
     if path is None:
-        failure = _failed_call(error)
+        failure = _describe_failed_call(error)
     elif error.filename2 is not None:
         failure = f"{path} cannot be renamed to {error.filename2}"
     else:
@@ -147,14 +147,14 @@ def explain_os_error(error: OSError) -> str:
     return f"{failure}: {one_line(error)}{remedy}."
 
 
-def explain_system_error(error: Exception) -> str | None:
-    """Return a sentence about an error of the operating system; None for other errors.
+def explain_wrapped_os_error(error: Exception) -> str | None:
+    """Return a sentence about an OSError, or about one that another error describes; else None.
 
-    Libraries in Rust and C++ describe such an error in the text of another one.
+    Libraries in Rust and C++ raise their own errors, with the system's in the text.
     """
     if isinstance(error, OSError):
         return explain_os_error(error)
-    system_error = os_error_in(error, "")
+    system_error = extract_os_error(error, "")
     if system_error is None:
         return None
     return f"{one_line(error)}; {os_error_remedy(system_error)}."
@@ -167,12 +167,12 @@ def os_error_remedy(error: OSError) -> str:
 
 def one_line_with_path(error: BaseException) -> str:
     """Return what `one_line` does, after the path if the operating system has refused a file."""
-    error = _first_failure(error)
-    path = _path_of(error) if isinstance(error, OSError) else None
+    error = _unwrap_first_error(error)
+    path = _find_file_path(error) if isinstance(error, OSError) else None
     return one_line(error) if path is None else f"{path}: {one_line(error)}"
 
 
-def os_error_in(error: BaseException, path: object) -> OSError | None:
+def extract_os_error(error: BaseException, path: object) -> OSError | None:
     """Return the error of the operating system that another library's error describes, or None.
 
     Libraries in Rust and C++ raise their own errors, with the system's in the text.
@@ -181,45 +181,47 @@ def os_error_in(error: BaseException, path: object) -> OSError | None:
         error: The library's error.
         path: The file or folder that the library was using.
     """
-    error = _first_failure(error)
+    error = _unwrap_first_error(error)
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename or str(path))
-    for number in re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)):
-        if (reason := os.strerror(int(number))) in str(error):
-            return OSError(int(number), reason, str(path))
+    for error_number in map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error))):
+        if (reason := os.strerror(error_number)) in str(error):
+            return OSError(error_number, reason, str(path))
     return None
 
 
-def _first_failure(error: BaseException) -> BaseException:
+def _unwrap_first_error(error: BaseException) -> BaseException:
+    """Return the error of the first rank that an error of several ranks contains, or the error."""
     failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint
     return next(iter(failures.values()))[0] if failures else error
 
 
-def _path_of(error: OSError) -> str | None:
-    """Return the path of an error. A failed read or write has none, but its function has a file."""
+def _find_file_path(error: OSError) -> str | None:
+    """Return the path of the file that an error is about, or None.
+
+    The error of a failed read or write has no path: it is the open file of the failing function.
+    """
     if error.filename is not None:
         return str(error.filename)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return None
-    for value in frames[-1].f_locals.values():
-        if isinstance(value, io.IOBase):
-            name = getattr(value, "name", None)
-            if isinstance(name, str | os.PathLike):
-                return os.fspath(name)
+    for local_value in frames[-1].f_locals.values():
+        if isinstance(local_value, io.IOBase):
+            file_name = getattr(local_value, "name", None)
+            if isinstance(file_name, str | os.PathLike):
+                return os.fspath(file_name)
     return None
 
 
-def _failed_call(error: OSError) -> str:
+def _describe_failed_call(error: OSError) -> str:
     """Return a clause that names the function with the call that failed, for an error without path.
 
     Args:
         error: The error, with its traceback.
     """
-    calls = traceback.extract_tb(error.__traceback__)
-    if not calls:
+    stack_frames = traceback.extract_tb(error.__traceback__)
+    if not stack_frames:
         return "A call of the system failed"
-    last_call = calls[-1]
-    return (
-        f"A call of the system in {last_call.name} ({last_call.filename}:{last_call.lineno}) failed"
-    )
+    frame = stack_frames[-1]
+    return f"A call of the system in {frame.name} ({frame.filename}:{frame.lineno}) failed"

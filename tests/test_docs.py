@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.speed_bars import FOREGROUNDS, draw, read_sections
 from llm.__main__ import PROGRAMS, main
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.prepare.options import PrepareConfig, check_prepare_config
 from llm.prepare.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.runtime.health import EXIT_PEER_LOST
@@ -248,7 +248,7 @@ def check_training(words: list[str]) -> None:
     of_run = "--config" in words and words[words.index("--config") + 1].startswith("runs/")
     if of_run or "--branch_from" in words:
         words = without(words, "--config") if of_run else words
-        assert parse(GPTConfig, words, prog="gpt", description="")
+        assert parse_options(GPTConfig, words, prog="gpt", description="")
     elif not set(words) & {"{options}", "..."} and not any("NAME" in word for word in words):
         assert parse_args(words)
 
@@ -265,7 +265,7 @@ def check_program(program: str, words: list[str]) -> None:
         words = words[:separator]
     if program == "checkpoints" and words[:1] == ["average"]:
         words = words[1:]
-    options = parse(options_class, words, prog=program, description="", positional=positional)
+    options = parse_options(options_class, words, prog=program, description="", positional=positional)
     if isinstance(options, PrepareConfig):
         check_prepare_config(options)
     if isinstance(options, TrainTokenizerOptions):
@@ -278,7 +278,7 @@ def test_every_command_that_a_page_shows_parses(page, capsys):
         if program in ("train", "quickstart"):
             check_training(words if program == "train" else QUICK_START + words)
         elif program == "jobs" and set(words) & {"--detect", "--list_sites"}:  # asks this machine
-            assert parse(JobOptions, words, prog=program, description="")
+            assert parse_options(JobOptions, words, prog=program, description="")
         elif program == "jobs":  # a test writes nothing
             assert write_job(without(words, "--output")) == 0, capsys.readouterr().err
             assert capsys.readouterr().out.startswith("#!/bin/bash")
@@ -376,7 +376,7 @@ def test_help_names_what_comes_first_and_shows_a_command(program, usage, options
     for words in map(shlex.split, shown):
         positional = usage.split()[0].removesuffix(".toml").lower()
         own = words[: words.index("--")] if "--" in words else words
-        read_options = parse(options, own, prog="", description="", positional=positional)
+        read_options = parse_options(options, own, prog="", description="", positional=positional)
         assert getattr(read_options, positional)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.errors import explain_os_error, one_line, os_error_in
+from llm.errors import explain_os_error, extract_os_error, one_line
 
 
 def error_of(number: int, *paths: str) -> OSError:
@@ -88,7 +88,7 @@ def read_directory() -> None:
     ],
 )
 def test_the_systems_error_in_a_librarys_text_is_recognized(text, number):
-    found = os_error_in(RuntimeError(text), "model.safetensors")
+    found = extract_os_error(RuntimeError(text), "model.safetensors")
     assert (found and found.errno) == number
     assert found is None or found.filename == "model.safetensors"
 

@@ -124,12 +124,12 @@ def model_tensors(model: "torch.nn.Module") -> dict[str, "torch.Tensor"]:
 
 
 def check_same_parameters(
-    name: str, local_state: Mapping[str, Any], saved_state: Mapping[str, Any]
+    state_name: str, local_state: Mapping[str, Any], saved_state: Mapping[str, Any]
 ) -> None:
     """Refuse a saved state with other parameters than this run's.
 
     Args:
-        name: Name of the state, such as `optimizer`, for the message.
+        state_name: Name of the state, such as `optimizer`, for the message.
         local_state: This rank's state by parameter.
         saved_state: The state to load by parameter; an empty dict belongs to another rank.
 
@@ -137,7 +137,7 @@ def check_same_parameters(
         CheckpointError: The parameters differ.
     """
     if _names_with_state(local_state) != _names_with_state(saved_state):
-        raise CheckpointError(f"The {name} of the saved state has other parameters.")
+        raise CheckpointError(f"The {state_name} of the saved state has other parameters.")
 
 
 def _names_with_state(state: Mapping[str, Any]) -> set[str]:
@@ -163,18 +163,18 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], di
 
 
 def merge_state(
-    plain_values: dict[str, Any], tensors: Mapping[str, Any], *, prefix: str
+    plain_values: dict[str, Any], tensors: Mapping[str, Any], *, part_name: str
 ) -> dict[str, Any]:
-    """Put the tensors of a part back into its plain values, in place; inverse of `split_state`.
+    """Insert the tensors of a part into its nested dict, in place; inverse of `split_state`.
 
     Args:
-        plain_values: The plain values of the part; changed and returned.
-        tensors: Tensors by path.
-        prefix: Name of the part, the first component of the paths of its tensors.
+        plain_values: The part without its tensors; changed and returned.
+        tensors: Tensors of any part, by path.
+        part_name: Name of the part, the first component of the paths of its tensors.
     """
     for path, tensor in tensors.items():
-        path_prefix, *keys = path.split("/")
-        if path_prefix == prefix:
+        first_component, *keys = path.split("/")
+        if first_component == part_name:
             parent_dict = plain_values
             for key in keys[:-1]:
                 parent_dict = parent_dict.setdefault(key, {})
@@ -288,20 +288,7 @@ def read_manifest(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: The manifest is missing, damaged, or has another format.
     """
-    try:
-        content = (path / MANIFEST).read_bytes().decode()
-        manifest = json.loads(content)
-        if manifest["format"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has checkpoint format {manifest['format']}; this version reads "
-                f"{FORMAT_VERSION}."
-            )
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {one_line(error)}.") from error
-    if content != add_checksum(content.rpartition(_CHECKSUM_ENTRY)[0] + _JSON_END):
-        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
+    manifest = _read_manifest_json(path)
     problem = _find_manifest_problem(manifest)
     if problem is not None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {problem}.")
@@ -319,23 +306,50 @@ def read_manifest(path: Path) -> Checkpoint:
     )
 
 
+def _read_manifest_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object of a manifest, and verify its format version and its checksum.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing, is not JSON, has another format or checksum.
+    """
+    try:
+        content = (path / MANIFEST).read_bytes().decode()
+        manifest: dict[str, Any] = json.loads(content)
+        if manifest["format"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} has checkpoint format {manifest['format']}; this version reads "
+                f"{FORMAT_VERSION}."
+            )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {one_line(error)}.") from error
+    if content != add_checksum(content.rpartition(_CHECKSUM_ENTRY)[0] + _JSON_END):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")
+    return manifest
+
+
 def _find_manifest_problem(manifest: dict[str, Any]) -> str | None:
     """Return why a manifest with a correct checksum is ill-formed, or None."""
-    for name, is_valid in _MANIFEST_FIELD_CHECKS.items():
-        if name not in manifest:
-            return f"it has no {name!r}"
-        if not is_valid(manifest[name]):
-            return f"its {name!r} has a value of another kind"
-    for name, entry in manifest["files"].items():
-        if not _is_file_name(name):
-            return f"{name!r} is not the name of a file in a checkpoint"
+    for field_name, is_valid in _MANIFEST_FIELD_CHECKS.items():
+        if field_name not in manifest:
+            return f"it has no {field_name!r}"
+        if not is_valid(manifest[field_name]):
+            return f"its {field_name!r} has a value of another kind"
+    for file_name, entry in manifest["files"].items():
+        if not _is_file_name(file_name):
+            return f"{file_name!r} is not the name of a file in a checkpoint"
         if not (isinstance(entry, list) and [type(item) for item in entry] == [int, str]):
-            return f"{name!r} has no size and checksum"
+            return f"{file_name!r} has no size and checksum"
     if STATE_FILE not in manifest["files"]:
         return f"it lists no {STATE_FILE}"
-    for name, is_valid in _METADATA_CHECKS.items():
-        if name in manifest["facts"] and not is_valid(manifest["facts"][name]):
-            return f"its {name!r} has a value of another kind"
+    metadata = manifest["facts"]
+    for field_name, is_valid in _METADATA_CHECKS.items():
+        if field_name in metadata and not is_valid(metadata[field_name]):
+            return f"its {field_name!r} has a value of another kind"
     return None
 
 
@@ -398,15 +412,15 @@ _METADATA_CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def _list_discoverable_files(folder: Path) -> set[str]:
-    """Return the files that libraries would read without being told to, by path in the checkpoint.
+    """Return the files that libraries find by themselves, by their path in the checkpoint.
 
     torch.distributed.checkpoint reads every file of tensors at the top, and transformers looks for
     further files next to the model's configuration and the tokenizer.
     """
     paths = [*folder.glob(f"*{TENSOR_FILE_SUFFIX}")]
-    for name in (MODEL_FOLDER, TOKENIZER_FOLDER):
-        for parent, folder_names, file_names in os.walk(folder / name):
-            entries = [Path(parent, entry) for entry in (*folder_names, *file_names)]
+    for subfolder in (MODEL_FOLDER, TOKENIZER_FOLDER):
+        for parent, folder_names, file_names in os.walk(folder / subfolder):
+            entries = [Path(parent, name) for name in (*folder_names, *file_names)]
             paths += [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
     return {path.relative_to(folder).as_posix() for path in paths}
 

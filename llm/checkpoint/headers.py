@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from llm.checkpoint.format import TENSOR_FILE_SUFFIX, Checkpoint
-from llm.errors import CheckpointError, explain_os_error, one_line, os_error_in
+from llm.errors import CheckpointError, explain_os_error, extract_os_error, one_line
 from llm.runtime.agreement import gather_results
 
 
@@ -53,7 +53,7 @@ class _FileList(FileSystem):
 
 
 def read_headers(checkpoint: Checkpoint) -> Metadata:
-    """Return the headers of all tensor files; every rank calls it.
+    """Read the headers of all tensor files, each on one rank; every rank calls it.
 
     Args:
         checkpoint: A verified checkpoint: only files in its manifest are read.
@@ -61,47 +61,49 @@ def read_headers(checkpoint: Checkpoint) -> Metadata:
     Raises:
         CheckpointError: A file cannot be read.
     """
-    names = sorted(
+    file_names = sorted(
         name for name in checkpoint.files if name.endswith(TENSOR_FILE_SUFFIX) and "/" not in name
     )
     if not (distributed.is_available() and distributed.is_initialized()):
-        return _read_file_headers(checkpoint, names)
-    local_names = names[distributed.get_rank() :: distributed.get_world_size()]
+        return _read_file_headers(checkpoint, file_names)
+    local_file_names = file_names[distributed.get_rank() :: distributed.get_world_size()]
 
     def read_local_headers() -> bytes:
-        """Return the headers that this rank reads, compressed to a tenth."""
-        return zlib.compress(pickle.dumps(_read_file_headers(checkpoint, local_names)))
+        """Read this rank's share of the files; compress their headers, to a tenth of the bytes."""
+        return zlib.compress(pickle.dumps(_read_file_headers(checkpoint, local_file_names)))
 
-    headers_by_rank = gather_results(read_local_headers)
-    return _merge([pickle.loads(zlib.decompress(headers)) for headers in headers_by_rank])
+    compressed_headers = gather_results(read_local_headers)
+    return _merge_headers(
+        [pickle.loads(zlib.decompress(headers)) for headers in compressed_headers]
+    )
 
 
-def _read_file_headers(checkpoint: Checkpoint, names: Sequence[str]) -> Metadata:
+def _read_file_headers(checkpoint: Checkpoint, file_names: Sequence[str]) -> Metadata:
     """Return the headers of some files.
 
     Raises:
         CheckpointError: A file cannot be read.
     """
     reader = HuggingFaceStorageReader(str(checkpoint.path))
-    reader.fs = _FileList([str(checkpoint.path / name) for name in names])
+    reader.fs = _FileList([str(checkpoint.path / file_name) for file_name in file_names])
     try:
         return reader.read_metadata()
     except Exception as error:  # safetensors has a class of errors for each kind of damage
-        if (failure := os_error_in(error, checkpoint.path)) is not None:
+        if (failure := extract_os_error(error, checkpoint.path)) is not None:
             raise CheckpointError(explain_os_error(failure)) from error
         raise CheckpointError(f"{checkpoint.path} cannot be read: {one_line(error)}.") from error
 
 
-def _merge(headers: Sequence[Metadata]) -> Metadata:
-    """Return the headers of all files from those of some files each."""
+def _merge_headers(headers_by_rank: Sequence[Metadata]) -> Metadata:
+    """Merge the headers that each rank has read; several files may have shards of a tensor."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
-    for part in headers:
-        merged.storage_data |= part.storage_data
-        for path, entry in part.state_dict_metadata.items():
-            known = merged.state_dict_metadata.setdefault(path, entry)
-            if known is not entry:
-                assert isinstance(known, TensorStorageMetadata)
+    for headers in headers_by_rank:
+        merged.storage_data |= headers.storage_data
+        for path, entry in headers.state_dict_metadata.items():
+            merged_entry = merged.state_dict_metadata.setdefault(path, entry)
+            if merged_entry is not entry:
+                assert isinstance(merged_entry, TensorStorageMetadata)
                 assert isinstance(entry, TensorStorageMetadata)
-                known.chunks += entry.chunks
-                known.size = torch.Size(map(max, known.size, entry.size))
+                merged_entry.chunks += entry.chunks
+                merged_entry.size = torch.Size(map(max, merged_entry.size, entry.size))
     return merged

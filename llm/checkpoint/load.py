@@ -20,7 +20,7 @@ from llm.checkpoint.format import (
     read_manifest,
     split_state,
 )
-from llm.errors import CheckpointError, ParallelError, explain_os_error, one_line, os_error_in
+from llm.errors import CheckpointError, ParallelError, explain_os_error, extract_os_error, one_line
 from llm.runtime.agreement import gather, on_all_ranks
 from llm.runtime.world import world_from_environment
 
@@ -73,19 +73,20 @@ def find_newest_checkpoint(
     return None
 
 
-def _check_same_folders(folder: Path, local_names: list[str]) -> None:
+def _check_same_folders(folder: Path, local_checkpoint_names: list[str]) -> None:
     """Refuse to choose a checkpoint if ranks see different ones; every rank calls it.
 
     Args:
         folder: The run's `checkpoints` folder.
-        local_names: Names of the checkpoints that this rank sees in it.
+        local_checkpoint_names: Names of the checkpoints that this rank sees in it.
 
     Raises:
-        ParallelError: Names the first rank that sees others than rank 0; raised on all ranks.
+        ParallelError: Names the first rank that sees other checkpoints than rank 0; raised on all
+            ranks.
     """
-    names_by_rank = gather(local_names)
-    for rank, rank_names in enumerate(names_by_rank):
-        if rank_names != names_by_rank[0]:
+    checkpoint_names_by_rank = gather(local_checkpoint_names)
+    for rank, checkpoint_names in enumerate(checkpoint_names_by_rank):
+        if checkpoint_names != checkpoint_names_by_rank[0]:
             raise ParallelError(
                 f"Rank {rank} sees other checkpoints in {folder} than rank 0: the folder is "
                 "not the same on all nodes, or its contents are out of date there; start again, "
@@ -104,13 +105,13 @@ def read_verified_checkpoint(path: Path, *, is_collective: bool = False) -> Chec
     Raises:
         CheckpointError: The manifest or a file is missing or damaged.
     """
-    checkpoint = problem = None
+    checkpoint = local_problem = None
     try:
         checkpoint = read_manifest(path)
         _verify_files(checkpoint, is_collective=is_collective)
     except CheckpointError as error:
-        problem = str(error)
-    problems = gather(problem) if is_collective else [problem]
+        local_problem = str(error)
+    problems = gather(local_problem) if is_collective else [local_problem]
     first_problem = next((problem for problem in problems if problem is not None), None)
     if checkpoint is None or first_problem is not None:
         raise CheckpointError(first_problem or f"{path} is damaged.")
@@ -124,15 +125,15 @@ def _verify_files(checkpoint: Checkpoint, *, is_collective: bool) -> None:
         CheckpointError: A file is missing or damaged.
     """
     if not is_collective:
-        names = {*checkpoint.files}
-        problem = checkpoint.find_problem(files_to_verify=names)
+        file_names = {*checkpoint.files}
+        problem = checkpoint.find_problem(files_to_verify=file_names)
     else:
-        names = _choose_local_files(checkpoint.files)
+        file_names = _choose_local_files(checkpoint.files)
         problem = checkpoint.find_unlisted_file() if world_from_environment().is_main else None
-        problem = problem or checkpoint.find_damage(names, files_to_verify=names)
+        problem = problem or checkpoint.find_damage(file_names, files_to_verify=file_names)
     if problem is not None:
         raise CheckpointError(f"{checkpoint.path} is damaged: {problem}.")
-    if STATE_FILE in names:
+    if STATE_FILE in file_names:
         _read_plain_state(checkpoint)
 
 
@@ -219,7 +220,7 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
     read_tensors(checkpoint, tensors, required_prefixes=restored_prefixes)
     for name, part in parts.items():
         try:
-            part.load_state_dict(merge_state(plain_parts[name], tensors, prefix=name))
+            part.load_state_dict(merge_state(plain_parts[name], tensors, part_name=name))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{checkpoint.path / STATE_FILE} does not hold the state of {name} that this "
@@ -227,25 +228,28 @@ def load_state(checkpoint: Checkpoint, parts: Mapping[str, Stateful]) -> None:
             ) from error
 
 
-def load_model(checkpoint: Checkpoint, targets: Mapping[str, "torch.Tensor"]) -> None:
+def load_model(checkpoint: Checkpoint, target_tensors: Mapping[str, "torch.Tensor"]) -> None:
     """Load the weights and persistent buffers of a model, but no other state of its run.
 
     Args:
         checkpoint: What to read from.
-        targets: The tensors to overwrite, by name, as `model_tensors` returns them; perhaps shards.
+        target_tensors: The tensors to overwrite, by name, as `model_tensors` returns them; they may
+            be shards.
 
     Raises:
         CheckpointError: The checkpoint belongs to another model.
     """
-    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in targets.items()}
+    tensors = {f"{MODEL_TENSORS}{name}": tensor for name, tensor in target_tensors.items()}
     read_tensors(checkpoint, tensors, required_prefixes=[MODEL_TENSORS])
 
 
-def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.Module") -> None:
-    """Load the model of a checkpoint, with the trained weights of another part.
+def load_weights_from_part(
+    part_name: str, checkpoint: Checkpoint, model: "torch.nn.Module"
+) -> None:
+    """Load a model, with the trained weights that another part of the checkpoint holds.
 
     Args:
-        part: A part with a tensor for each trained parameter, such as a moving average.
+        part_name: A part with a tensor for each trained parameter, such as a moving average.
         checkpoint: What to read from.
         model: The model to load.
 
@@ -254,8 +258,8 @@ def load_weights_from_part(part: str, checkpoint: Checkpoint, model: "torch.nn.M
     """
     load_model(checkpoint, model_tensors(model))
     parameters = model.named_parameters()
-    weights = {f"{part}/{name}": p.detach() for name, p in parameters if p.requires_grad}
-    read_tensors(checkpoint, weights, required_prefixes=[f"{part}/"])
+    weights = {f"{part_name}/{name}": p.detach() for name, p in parameters if p.requires_grad}
+    read_tensors(checkpoint, weights, required_prefixes=[f"{part_name}/"])
 
 
 def list_saved_tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
@@ -337,7 +341,7 @@ def _read_local_tensors(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(dict(tensors), storage_reader=HeaderReader(checkpoint, headers), no_dist=True)
     except CheckpointException as error:
-        if (failure := os_error_in(error, checkpoint.path)) is not None:
+        if (failure := extract_os_error(error, checkpoint.path)) is not None:
             raise CheckpointError(explain_os_error(failure)) from error
         raise CheckpointError(
             f"{checkpoint.path} does not fit this model or optimizer: {one_line(error)}."

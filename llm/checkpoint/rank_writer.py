@@ -57,8 +57,10 @@ class RankPlan:
     final_plan: SavePlan
 
     @classmethod
-    def agree(cls, local_plan: LocalPlan, *, group: "ProcessGroup | None") -> "RankPlan":
-        """Return the plan of this rank; every rank of the group calls it.
+    def divide(cls, local_plan: LocalPlan, *, group: "ProcessGroup | None") -> "RankPlan":
+        """Divide the tensors among the ranks, and return the plan of this rank.
+
+        Every rank of the group calls it: rank 0 gathers the local plans and sends each its part.
 
         Args:
             local_plan: What this rank would write alone.
@@ -73,20 +75,21 @@ class RankPlan:
         is_main = dist.get_rank(group) == 0
         local_plans: list[Any] = [None] * dist.get_world_size(group)
         final_plans: list[Any] = [*local_plans]
-        error: Exception | None = None
+        planning_error: Exception | None = None
         dist.gather_object(local_plan, local_plans if is_main else None, group=group)
         if is_main:
             try:
                 final_plans = _divide_plans(local_plans)
-            except Exception as failure:  # raised below: the others wait for their plans
-                error = failure
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, final_plans if is_main else None, group=group)
-        if error is not None:
-            raise error
-        if received[0] is None:  # all ranks keep their former plans, which fit together
+            except Exception as error:  # raised below: the others wait for their plans
+                planning_error = error
+        scatter_output: list[Any] = [None]
+        dist.scatter_object_list(scatter_output, final_plans if is_main else None, group=group)
+        if planning_error is not None:
+            raise planning_error
+        (final_plan,) = scatter_output
+        if final_plan is None:  # all ranks keep their former plans, which fit together
             raise CheckpointError("rank 0 could not divide the tensors among the ranks")
-        return cls(local_plan=local_plan, final_plan=received[0])
+        return cls(local_plan=local_plan, final_plan=final_plan)
 
     def write(self, snapshot: Snapshot, folder: Path, *, rank: int) -> list[str]:
         """Write the files of this rank; return their names.

@@ -84,7 +84,7 @@ class RunFolder:
         self.lock_path = path / ".lock"
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse a folder that is in use or not writable; does not change it.
+        """Refuse a folder with files that the run may not replace, or without write access.
 
         Args:
             resume: The run in the folder is resumed.
@@ -202,11 +202,11 @@ class RunFolder:
                 candidate_paths.append(folder)
         return [path for path in candidate_paths if os.path.lexists(path)]
 
-    def would_overwrite(self, source: Path) -> bool:
+    def would_overwrite(self, input_path: Path) -> bool:
         """Return whether a fresh run in this folder might remove or replace an input.
 
         Args:
-            source: The input, a file or a folder; it and its contents may be links.
+            input_path: A file or a folder; it and its contents may be links.
 
         Raises:
             ConfigError: This folder cannot be read.
@@ -214,15 +214,11 @@ class RunFolder:
         training_files, model_files = self._list_run_files()
         run_folders = [self.path / name for name in _FILE_PATTERNS_BY_FOLDER]
         run_paths = _path_spellings(*run_folders, *training_files, *model_files)
-        links = []
-        for parent, folders, files in os.walk(source):
-            folder_entries = [Path(parent, name) for name in (*folders, *files)]
-            links += [entry for entry in folder_entries if entry.is_symlink()]
-        source_paths = _path_spellings(source, *links)
+        input_paths = _path_spellings(input_path, *_find_links(input_path))
         is_in_run = any(
-            path in run_paths or not run_paths.isdisjoint(path.parents) for path in source_paths
+            path in run_paths or not run_paths.isdisjoint(path.parents) for path in input_paths
         )
-        return is_in_run or os.path.realpath(source) == os.path.realpath(self.path)
+        return is_in_run or os.path.realpath(input_path) == os.path.realpath(self.path)
 
     def check_unfinished(self) -> None:
         """Refuse to resume a finished run without checkpoints, which would start it again.
@@ -290,7 +286,7 @@ class RunFolder:
                 if not self.is_open:
                     _remove_lock(self.lock_path, created_paths)
         finally:
-            with contextlib.suppress(OSError):  # it would hide what ended the run
+            with contextlib.suppress(OSError):  # an error here would hide what ended the run
                 lock_file.close()
 
     def _take_ownership(self, lock_file: IO[str]) -> Claim:
@@ -343,7 +339,7 @@ class RunFolder:
         return DataError(f"--output_dir: {explain_os_error(error)}")
 
     def open(self, *, overwrite: bool, config: str) -> None:
-        """Remove an earlier run, and write status and configuration of this one.
+        """Claim the folder: remove an earlier run, and write this run's status and configuration.
 
         Raises:
             DataError: It cannot be written to.
@@ -353,9 +349,7 @@ class RunFolder:
                 self._abandon_run()
             if self._abandoned.exists():  # now, or by a start that was killed in between
                 self._remove_records()
-            for leftover in self.path.glob(".*.tmp"):  # from a killed process
-                if re.fullmatch(_TEMPORARY_FILE_PATTERN, leftover.name):
-                    leftover.unlink()
+            self._remove_temporary_files()
             clear_leftovers(self.checkpoints)  # now, since the next lines need room on the disk
             if self.checkpoints.is_dir():
                 (self.checkpoints / STAGING_RECORD).unlink(missing_ok=True)  # abandons staged ones
@@ -364,6 +358,12 @@ class RunFolder:
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable_error(error) from error
+
+    def _remove_temporary_files(self) -> None:
+        """Remove the temporary files of a killed process at the top of the folder."""
+        for path in self.path.glob(".*.tmp"):
+            if re.fullmatch(_TEMPORARY_FILE_PATTERN, path.name):
+                path.unlink()
 
     def _abandon_run(self) -> None:
         """Rename the checkpoints folder of the former run, so that no start resumes that run.
@@ -413,22 +413,30 @@ class RunFolder:
             "pid": os.getpid(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        path, text = self.path / "status.json", json.dumps(record, indent=1) + "\n"
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
-                raise
-            # On a full disk, the block with the previous status can still be overwritten.
-            with path.open("r+", encoding="utf-8") as file:
-                file.write(text)
-                file.truncate()
-                sync(file)
+        _write_despite_full_disk(self.path / "status.json", json.dumps(record, indent=1) + "\n")
         if status != "running":
             try:
                 append_event(self.events, "stop", step=step, status=status, reason=reason)
             except OSError as error:  # the status counts, and it is written
                 logger.warning(f"The end of the run has no event: {explain_os_error(error)}")
+
+
+def _write_despite_full_disk(path: Path, text: str) -> None:
+    """Write a small file as a whole; on a full disk, overwrite the existing file in place.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        # The block with the previous content can still be overwritten.
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+            sync(file)
 
 
 def _remove_lock(lock_path: Path, created_paths: list[Path]) -> None:
@@ -443,11 +451,20 @@ def _remove_lock(lock_path: Path, created_paths: list[Path]) -> None:
 
 def find_surrounding_run(path: Path) -> Path | None:
     """Return the run with checkpoints or logs in the folder of a path, or None."""
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
+    real_path = Path(os.path.realpath(path))
+    for folder in (real_path, *real_path.parents):
         if folder.name in _FILE_PATTERNS_BY_FOLDER and RunFolder(folder.parent)._holds_run():
             return folder.parent
     return None
+
+
+def _find_links(folder: Path) -> list[Path]:
+    """Return the symbolic links in a folder, at any depth; none if it is a file."""
+    links = []
+    for parent, folders, files in os.walk(folder):
+        entries = [Path(parent, name) for name in (*folders, *files)]
+        links += [entry for entry in entries if entry.is_symlink()]
+    return links
 
 
 def _path_spellings(*paths: Path) -> set[Path]:

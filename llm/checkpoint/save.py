@@ -47,7 +47,7 @@ from llm.checkpoint.staging import (
     StagingFolder,
     copy_staged_files,
     open_staging_folder,
-    remove_record,
+    remove_staging_record,
     staging_root,
     sync_parents,
 )
@@ -127,7 +127,7 @@ class Saver:
         self._error: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self._staging: StagingFolder | None = None
-        self._may_continue = threading.Event()  # the last save is staged, or has ended
+        self._training_may_continue = threading.Event()  # the last save is staged, or has ended
         self._buffers: dict[str, torch.Tensor] = {}
         self._pending_copies: HostCopies | None = None
         # A separate group: the thread communicates while training uses the default group.
@@ -135,9 +135,9 @@ class Saver:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def open_staging(self) -> None:
-        """Let saves stage their files if the options ask for it; all ranks call it.
+        """Create this rank's staging folder if the options ask for one; every rank calls it.
 
-        What was staged earlier is abandoned.
+        Checkpoints that an earlier start has staged are abandoned.
 
         Raises:
             LLMError: The folder for staged files, or the run's folder, cannot be written to.
@@ -145,8 +145,8 @@ class Saver:
         if self._options.stage_checkpoints is not None:
             if self._staging is not None:
                 self._staging.close()
-            root = staging_root(self._options.stage_checkpoints)
-            self._staging = open_staging_folder(root, self._folder)
+            node_folder = staging_root(self._options.stage_checkpoints)
+            self._staging = open_staging_folder(node_folder, self._folder)
 
     def save(self, *, step: int, eval_loss: float | None) -> None:
         """Save the current state; call `before_update` before it changes.
@@ -172,12 +172,12 @@ class Saver:
             self._save_snapshot(snapshot)
             self.finish()
             return
-        self._may_continue.clear()
+        self._training_may_continue.clear()
         self._thread = threading.Thread(target=self._save_snapshot, args=(snapshot,), name="save")
         self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
         if not self._options.async_checkpoint:
-            self._may_continue.wait()
+            self._training_may_continue.wait()
 
     def _take_snapshot(self, *, step: int, eval_loss: float | None) -> Snapshot:
         """Return the state of all parts; the copies of this rank's tensors may still be running.
@@ -186,7 +186,7 @@ class Saver:
             step: Optimizer steps done.
             eval_loss: The validation loss at this step, if known.
         """
-        tensors, plain = split_state(
+        tensors, plain_values = split_state(
             {name: part.state_dict() for name, part in self._parts.items()}
         )
         local_tensors, file_index_by_path = assign_writers(
@@ -199,7 +199,7 @@ class Saver:
             step=step,
             copies=self._pending_copies,
             file_index_by_path=file_index_by_path,
-            plain=json.dumps(plain),
+            plain=json.dumps(plain_values),
             metadata={
                 **self._metadata,
                 "eval_loss": eval_loss,
@@ -217,7 +217,7 @@ class Saver:
             self._pending_copies = None
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait for the background save, if one is running.
+        """Wait for the background save, if one is running, and raise or log its error.
 
         Args:
             is_final: Whether training ends here, so that no later save can replace a failed one.
@@ -246,22 +246,20 @@ class Saver:
             self._staging = None
             if self._rank == 0:
                 with contextlib.suppress(OSError):  # a resume then looks for staged files in vain
-                    remove_record(self._folder)
+                    remove_staging_record(self._folder)
 
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
         start_time = time.perf_counter()
         problem: str | None
-        staged: StagedCheckpoint | None = None
+        staged_checkpoint: StagedCheckpoint | None = None
         try:
             self._check_snapshot(snapshot)
             if self._staging is not None:
-                staged = self._stage_checkpoint(snapshot, self._staging)
-                if staged is not None:
-                    if not self._options.async_checkpoint:
-                        self.blocked_seconds += staged.seconds
-                    self._may_continue.set()
-            problem = self._write_or_retry(snapshot, staged)
+                staged_checkpoint = self._stage_checkpoint(snapshot, self._staging)
+            if staged_checkpoint is not None:
+                self._continue_after_staging(staged_checkpoint)
+            problem = self._write_or_retry(snapshot, staged_checkpoint)
         except NotFiniteError as error:
             self._error = error
             return
@@ -270,31 +268,48 @@ class Saver:
         except Exception as error:  # raised by `finish`, in the training thread
             problem = f"{type(error).__name__}: {error}"
         finally:
-            self._may_continue.set()
+            self._training_may_continue.set()
         if problem is not None:
             self._remove_unfinished()
-            staging_note = "" if staged is None else f" It stays in {staged.checkpoint.path}."
-            self._error = CheckpointError(
-                f"The checkpoint of step {snapshot.step} could not be written to {self._folder} "
-                f"({problem}); earlier checkpoints are untouched.{staging_note}"
-            )
+            self._error = self._make_save_error(snapshot.step, problem, staged_checkpoint)
             return
         self._num_failures = 0
-        if self._staging is not None and staged is not None:
+        if self._staging is not None and staged_checkpoint is not None:
             self._staging.remove(range(snapshot.step + 1))
-        self._log_save(snapshot.step, staged, write_seconds=time.perf_counter() - start_time)
+        write_seconds = time.perf_counter() - start_time
+        self._log_save(snapshot.step, staged_checkpoint, write_seconds=write_seconds)
+
+    def _continue_after_staging(self, staged_checkpoint: StagedCheckpoint) -> None:
+        """Let training continue while staged files are copied; count the time that it waited."""
+        if not self._options.async_checkpoint:
+            self.blocked_seconds += staged_checkpoint.seconds
+        self._training_may_continue.set()
+
+    def _make_save_error(
+        self, step: int, problem: str, staged_checkpoint: StagedCheckpoint | None
+    ) -> CheckpointError:
+        """Return the error of a save that failed, with the place of its staged files."""
+        staging_note = ""
+        if staged_checkpoint is not None:
+            staging_note = f" It stays in {staged_checkpoint.checkpoint.path}."
+        return CheckpointError(
+            f"The checkpoint of step {step} could not be written to {self._folder} "
+            f"({problem}); earlier checkpoints are untouched.{staging_note}"
+        )
 
     def _log_save(
-        self, step: int, staged: StagedCheckpoint | None, *, write_seconds: float
+        self, step: int, staged_checkpoint: StagedCheckpoint | None, *, write_seconds: float
     ) -> None:
-        """Log a checkpoint that has its final name.
+        """Log that a checkpoint has its final name.
 
         Args:
             step: Its step.
-            staged: The node-local files that it was copied from, if any.
+            staged_checkpoint: The node-local files that it was copied from, if any.
             write_seconds: The time from the snapshot to the final name.
         """
-        staging_note = "" if staged is None else f"staged in {staged.seconds:.1f} s, "
+        staging_note = ""
+        if staged_checkpoint is not None:
+            staging_note = f"staged in {staged_checkpoint.seconds:.1f} s, "
         logger.info(
             f"Saved {self._folder / checkpoint_name(step)} (blocked training for "
             f"{self.blocked_seconds:.2f} s, {staging_note}written in {write_seconds:.1f} s).",
@@ -311,20 +326,20 @@ class Saver:
         """
         start_time = time.perf_counter()
 
-        def make_folder() -> None:
+        def prepare_folder() -> None:
             staging.make_temporary_folder(snapshot.step)
             if self._rank == 0:
-                with contextlib.suppress(OSError):  # the copy flushes them again
+                with contextlib.suppress(OSError):  # the later copy flushes them again
                     self._flush_metrics()
 
         try:
-            self._on_all_ranks(make_folder)
+            self._on_all_ranks(prepare_folder)
             temporary_path = staging.temporary_path(snapshot.step)
             checkpoint, local_files = self._write_files(snapshot, temporary_path)
-            if self._group is not None:  # a node has the manifest of all files
-                broadcast_values = [checkpoint]
-                dist.broadcast_object_list(broadcast_values, src=0, group=self._group)
-                [checkpoint] = broadcast_values
+            if self._group is not None:  # each node has the manifest of all files
+                checkpoint_slot = [checkpoint]
+                dist.broadcast_object_list(checkpoint_slot, src=0, group=self._group)
+                [checkpoint] = checkpoint_slot
             self._on_all_ranks(lambda: staging.commit(checkpoint))
         except CheckpointError as error:
             staging.remove(range(snapshot.step, snapshot.step + 1))
@@ -340,21 +355,26 @@ class Saver:
             seconds=time.perf_counter() - start_time,
         )
 
-    def _write_or_retry(self, snapshot: Snapshot, staged: StagedCheckpoint | None) -> str | None:
-        """Write, and retry if the file system fails; all ranks retry together.
+    def _write_or_retry(
+        self, snapshot: Snapshot, staged_checkpoint: StagedCheckpoint | None
+    ) -> str | None:
+        """Write a checkpoint, and retry if the file system fails; all ranks retry together.
 
         Args:
             snapshot: The state.
-            staged: The same state in node-local files, to copy.
+            staged_checkpoint: The same state in node-local files, to copy.
+
+        Returns:
+            The error of the last attempt, or None.
         """
-        problem = self._write_checkpoint(snapshot, staged)
+        problem = self._write_checkpoint(snapshot, staged_checkpoint)
         for delay in _RETRY_DELAYS:
             if problem is None:
                 break
             self._remove_unfinished()
             logger.warning(f"{problem}; trying again in {delay:g} seconds.")
             time.sleep(delay)
-            problem = self._write_checkpoint(snapshot, staged)
+            problem = self._write_checkpoint(snapshot, staged_checkpoint)
         return problem
 
     def _remove_unfinished(self) -> None:
@@ -397,23 +417,26 @@ class Saver:
             )
 
     def _make_plan(self, local_plan: "LocalPlan") -> None:
-        """Agree with all ranks on what each of them writes, in this and in later saves."""
+        """Divide the tensors among the ranks, for this and later saves; every rank calls it."""
         from llm.checkpoint.rank_writer import RankPlan
 
-        self._plan = RankPlan.agree(local_plan, group=self._group)
+        self._plan = RankPlan.divide(local_plan, group=self._group)
 
-    def _write_checkpoint(self, snapshot: Snapshot, staged: StagedCheckpoint | None) -> str | None:
-        """Try to save once; return the error of any rank, or None."""
+    def _write_checkpoint(
+        self, snapshot: Snapshot, staged_checkpoint: StagedCheckpoint | None
+    ) -> str | None:
+        """Write or copy a checkpoint without a retry; return the error of any rank, or None."""
         temporary_path = self._folder / f".{checkpoint_name(snapshot.step)}.tmp"
         # Each of the three calls ends with an exchange, which is also a barrier: no rank writes
         # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
         # and no rank returns before the rename.
         try:
             self._on_all_ranks(lambda: self._make_folder(temporary_path))
-            if staged is None:
+            if staged_checkpoint is None:
                 checkpoint, _ = self._write_files(snapshot, temporary_path)
             else:
-                checkpoint, local_files = staged.checkpoint, staged.local_files
+                checkpoint = staged_checkpoint.checkpoint
+                local_files = staged_checkpoint.local_files
                 self._on_all_ranks(
                     lambda: copy_staged_files(checkpoint.path, temporary_path, local_files)
                 )
@@ -445,6 +468,7 @@ class Saver:
         plain_files: dict[str, tuple[int, str]] = {}
 
         def write_local_files() -> tuple[dict[str, tuple[int, str]], float]:
+            """Write this rank's tensors, and on rank 0 the other files, too."""
             tensor_files, seconds = self._write_tensors(snapshot, folder)
             if self._rank == 0:
                 plain_files.update(self._write_plain_files(snapshot, folder))
@@ -487,9 +511,9 @@ class Saver:
         """
         assert self._plan is not None  # `_check_snapshot` makes it
         start_time = time.perf_counter()
-        names = self._plan.write(snapshot, folder, rank=self._rank)
-        files = {name: sync_file(folder / name) for name in names}
-        return files, time.perf_counter() - start_time if files else 0.0
+        file_names = self._plan.write(snapshot, folder, rank=self._rank)
+        written_files = {file_name: sync_file(folder / file_name) for file_name in file_names}
+        return written_files, time.perf_counter() - start_time if written_files else 0.0
 
     def _commit_files(self, checkpoint: Checkpoint) -> None:
         """Write the manifest and rename the checkpoint; rank 0 does it.
@@ -504,7 +528,7 @@ class Saver:
             prune_checkpoints(self._folder, self._options, saved_step=checkpoint.step)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Run an action on every rank; return the results by rank.
+        """Run an action on every rank; return all results, ordered by rank.
 
         Raises:
             CheckpointError: The error of the first rank that fails, on all ranks; its text is
@@ -512,12 +536,15 @@ class Saver:
         """
         from torch.distributed.checkpoint.api import CheckpointException
 
-        def run_action() -> T:
+        def run_and_convert_error() -> T:
             try:
                 return action()
-            except (Exception, CheckpointException) as error:  # it is not a subclass of Exception
+            except (
+                Exception,
+                CheckpointException,
+            ) as error:  # CheckpointException is a BaseException
                 if is_shared(error) or isinstance(error, NotFiniteError):
                     raise
                 raise CheckpointError(one_line_with_path(error)) from error
 
-        return gather_results(run_action, group=self._group)
+        return gather_results(run_and_convert_error, group=self._group)

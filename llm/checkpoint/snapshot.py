@@ -141,16 +141,16 @@ def _assign_whole_tensors(
     bytes_by_owners: Counter[tuple[int, ...]] = Counter()
     for path, tensor in tensors.items():
         bytes_by_owners[owners_by_path[path]] += tensor.nbytes
-    writers_by_owners = {
+    candidates_by_owners = {
         owners: _choose_writers(owners, num_bytes) for owners, num_bytes in bytes_by_owners.items()
     }
     bytes_by_rank = [0] * world_size
-    files_by_rank = [_FileAllocator() for _ in range(world_size)]
+    file_allocators = [_FileAllocator() for _ in range(world_size)]
     local_tensors, file_index_by_path = {}, {}
     for path, tensor in tensors.items():
-        writers = writers_by_owners[owners_by_path[path]]
-        writer_rank = min(writers, key=bytes_by_rank.__getitem__)
-        file_index_by_path[path] = files_by_rank[writer_rank].assign_file(tensor.nbytes)
+        candidate_ranks = candidates_by_owners[owners_by_path[path]]
+        writer_rank = min(candidate_ranks, key=bytes_by_rank.__getitem__)
+        file_index_by_path[path] = file_allocators[writer_rank].assign_file(tensor.nbytes)
         bytes_by_rank[writer_rank] += tensor.nbytes
         if writer_rank == rank:
             local_tensors[path] = tensor
@@ -169,18 +169,20 @@ def _assign_shards(
     Returns:
         As for `assign_writers`.
     """
-    shard_bytes = {path: tensor.nbytes // _count_shards(tensor) for path, tensor in tensors.items()}
+    shard_bytes_by_path = {
+        path: tensor.nbytes // _count_shards(tensor) for path, tensor in tensors.items()
+    }
     bytes_by_owners: Counter[tuple[int, ...]] = Counter()
-    for path, num_bytes in shard_bytes.items():
+    for path, num_bytes in shard_bytes_by_path.items():
         bytes_by_owners[owners_by_path[path]] += num_bytes
-    files = _FileAllocator()
+    file_allocator = _FileAllocator()
     local_shards: dict[str, torch.Tensor] = {}
     file_index_by_path = {}
     for tensor_index, (path, tensor) in enumerate(tensors.items()):
-        file_index_by_path[path] = files.assign_file(shard_bytes[path])
+        file_index_by_path[path] = file_allocator.assign_file(shard_bytes_by_path[path])
         max_writers = 1 + bytes_by_owners[owners_by_path[path]] // _MIN_SHARE_BYTES
-        writes_shard = _writes_shard(tensor, tensor_index, max_writers=max_writers)
-        if tensor.to_local().numel() and writes_shard:
+        is_writer = _is_shard_writer(tensor, tensor_index, max_writers=max_writers)
+        if tensor.to_local().numel() and is_writer:
             local_shards[path] = tensor
     return local_shards, file_index_by_path
 
@@ -211,8 +213,8 @@ class _FileAllocator:
         return self._file_index
 
 
-def _writes_shard(tensor: DTensor, tensor_index: int, *, max_writers: int) -> bool:
-    """Return whether this rank writes its shard; replicas take turns, tensor by tensor.
+def _is_shard_writer(tensor: DTensor, tensor_index: int, *, max_writers: int) -> bool:
+    """Return whether this rank writes its shard of a tensor; replicas take turns, tensor by tensor.
 
     Args:
         tensor: A sharded tensor, perhaps with replicas of the shards along some axes of the mesh.
@@ -221,13 +223,14 @@ def _writes_shard(tensor: DTensor, tensor_index: int, *, max_writers: int) -> bo
     """
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
-    for size, coordinate, placement in zip(
+    remaining_index = tensor_index
+    for num_replicas, coordinate, placement in zip(
         tensor.device_mesh.shape, coordinates, tensor.placements, strict=True
     ):
         if placement.is_replicate():
-            num_writers = min(size, max_writers)
-            tensor_index, turn = divmod(tensor_index, num_writers)
-            if coordinate != turn * size // num_writers:
+            num_writers = min(num_replicas, max_writers)
+            remaining_index, turn = divmod(remaining_index, num_writers)
+            if coordinate != turn * num_replicas // num_writers:
                 return False
     return True
 
@@ -251,16 +254,8 @@ def copy_to_host(
     sources = {path: _local_shard(tensor).detach() for path, tensor in tensors.items()}
     devices = (source.device for source in sources.values())
     device = next((device for device in devices if device.type in _ASYNC_COPY_DEVICES), None)
-    if any(not _fits_buffer(buffers.get(path), source) for path, source in sources.items()):
-        buffers.clear()  # before the new memory is allocated
-        buffers.update(_allocate_buffers(sources, pinned=device is not None))
-    copies: dict[str, torch.Tensor] = {}
-    for path, tensor in tensors.items():
-        copies[path] = buffers[path]
-        if isinstance(tensor, DTensor):
-            # from_local would move the copy back to the mesh's device.
-            copies[path] = DTensor(buffers[path], tensor._spec, requires_grad=False)
-
+    _fit_buffers(buffers, sources, pinned=device is not None)
+    copies = {path: _wrap_buffer(buffers[path], tensor) for path, tensor in tensors.items()}
     if device is None:
         for path, source in sources.items():
             buffers[path].copy_(source)
@@ -282,6 +277,23 @@ def copy_to_host(
 def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fit_buffers(
+    buffers: dict[str, torch.Tensor], sources: Mapping[str, torch.Tensor], *, pinned: bool
+) -> None:
+    """Allocate all buffers again, in place, if one of them does not fit its source."""
+    if any(not _fits_buffer(buffers.get(path), source) for path, source in sources.items()):
+        buffers.clear()  # before the new memory is allocated
+        buffers.update(_allocate_buffers(sources, pinned=pinned))
+
+
+def _wrap_buffer(buffer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a buffer as the copy of a tensor: as a DTensor if that is one."""
+    if isinstance(tensor, DTensor):
+        # from_local would move the copy back to the mesh's device.
+        return DTensor(buffer, tensor._spec, requires_grad=False)
+    return buffer
 
 
 def _start_copies(

@@ -65,10 +65,10 @@ def staging_root(option: str) -> Path:
         ConfigError: A variable is not set, or the folder is missing or not writable.
     """
     root, host = Path(os.path.expandvars(option)), socket.gethostname()
-    if variable := re.search(r"\$(\w+|\{[^}]*\})", str(root)):
+    if unset_variable := re.search(r"\$(\w+|\{[^}]*\})", str(root)):
         raise ConfigError(
-            f"--stage_checkpoints {option}: the environment variable {variable[0]} is not set on "
-            f"{host}; set it for all ranks, or name another folder."
+            f"--stage_checkpoints {option}: the environment variable {unset_variable[0]} is not "
+            f"set on {host}; set it for all ranks, or name another folder."
         )
     if not root.is_dir():
         raise ConfigError(
@@ -166,7 +166,7 @@ class StagingFolder:
 
 
 def open_staging_folder(root: Path, checkpoints: Path) -> StagingFolder:
-    """Abandon what former starts have staged, and return the folder of this rank.
+    """Create this rank's staging folder, and abandon what former starts have staged.
 
     Every rank calls it, while rank 0 holds the lock of the run's folder.
 
@@ -181,6 +181,7 @@ def open_staging_folder(root: Path, checkpoints: Path) -> StagingFolder:
     rank, start_id = world_from_environment().rank, ids[0]
 
     def write_record() -> None:
+        """Name this start in the run's folder, so that folders of former starts are abandoned."""
         if rank == 0:
             checkpoints.mkdir(parents=True, exist_ok=True)
             for leftover in checkpoints.glob(f".{STAGING_RECORD}.*.tmp"):  # from a killed process
@@ -228,13 +229,13 @@ def _is_abandoned(path: Path) -> bool:
     with (path / _RUN_FILE).open("r+", encoding="utf-8") as run_file:
         try_lock(run_file.fileno())
         checkpoints = Path(json.load(run_file)["checkpoints"])
-    record = _read_record(checkpoints)
+    record = _read_staging_record(checkpoints)
     if record is None:  # the run has ended, unless its file system is not mounted
         return checkpoints.parent.is_dir()
     return not path.name.startswith(f"{_FOLDER_PREFIX}{record['id']}-")
 
 
-def _read_record(checkpoints: Path) -> dict[str, Any] | None:
+def _read_staging_record(checkpoints: Path) -> dict[str, Any] | None:
     """Return what the last start has recorded about its staged checkpoints; None without a record.
 
     Raises:
@@ -247,7 +248,7 @@ def _read_record(checkpoints: Path) -> dict[str, Any] | None:
         return None
 
 
-def remove_record(checkpoints: Path) -> None:
+def remove_staging_record(checkpoints: Path) -> None:
     """Abandon all staged checkpoints of a run.
 
     Raises:
@@ -257,13 +258,13 @@ def remove_record(checkpoints: Path) -> None:
 
 
 def copy_staged_files(
-    staged_path: Path, target: Path, files: Mapping[str, tuple[int, str]]
+    staged_path: Path, target_folder: Path, files: Mapping[str, tuple[int, str]]
 ) -> None:
     """Copy files of a staged checkpoint, sync them, and compare them with their checksums.
 
     Args:
         staged_path: The folder of the staged checkpoint.
-        target: The folder to write to.
+        target_folder: The folder to write to.
         files: Size in bytes and checksum of each file to copy.
 
     Raises:
@@ -271,12 +272,12 @@ def copy_staged_files(
         OSError: A file cannot be read or written.
     """
     for name, entry in files.items():
-        path = target / name
+        path = target_folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(staged_path / name, path)
         if sync_file(path) != entry:
             raise CheckpointError(f"{staged_path / name} does not match its checksum")
-    sync_parents(target, files)
+    sync_parents(target_folder, files)
 
 
 def sync_parents(folder: Path, names: Mapping[str, object]) -> None:
@@ -312,38 +313,59 @@ def complete_staged_checkpoint(folder: RunFolder, option: str | None) -> None:
         CheckpointError: The copy cannot be written.
         ConfigError: Another process uses the run's folder.
     """
-    record = on_rank0(lambda: _read_record(folder.checkpoints))
+    record = on_rank0(lambda: _read_staging_record(folder.checkpoints))
     if record is None:
         return
-    last_hosts = ", ".join(record["hosts"][:_MAX_NAMED_HOSTS])
-    if num_unnamed := len(record["hosts"][_MAX_NAMED_HOSTS:]):
-        last_hosts += f" and {num_unnamed:,} more"
+    staging_clause = _describe_last_staging(record)
     if option is None:
         logger.warning(
-            f"The last start staged its checkpoints in {record['root']} on {last_hosts}, and did "
-            "not end well. Without --stage_checkpoints, this start takes none of them."
+            f"{staging_clause}. Without --stage_checkpoints, this start takes none of them."
         )
         return
     root = staging_root(option)
     with contextlib.ExitStack() as stack:
         on_rank0(lambda: stack.enter_context(folder.lock()))
         newest_step = on_rank0(lambda: _newest_step(folder.checkpoints))
-        parts = _find_parts(root, record["id"], later_than=newest_step)
-        names_by_rank = gather({key: [*part.folder_by_file] for key, part in parts.items()})
-        keys = sorted({key for names in names_by_rank for key in names}, reverse=True)
-        for key in keys:
-            ranks_by_file: dict[str, list[int]] = {}
-            for rank, names_by_key in enumerate(names_by_rank):
-                for name in names_by_key.get(key, ()):
-                    ranks_by_file.setdefault(name, []).append(rank)
-            if _copy_if_complete(key, parts.get(key), ranks_by_file, folder.checkpoints):
+        local_parts = _find_local_parts(root, record["id"], later_than=newest_step)
+        ranks_by_file_and_key = _gather_file_ranks(local_parts)
+        for key, ranks_by_file in sorted(ranks_by_file_and_key.items(), reverse=True):
+            if _copy_if_complete(key, local_parts.get(key), ranks_by_file, folder.checkpoints):
                 return
-        if not keys and not {*record["hosts"]} <= {*gather(socket.gethostname())}:
+        if not ranks_by_file_and_key and not {*record["hosts"]} <= {*gather(socket.gethostname())}:
             logger.warning(
-                f"The last start staged its checkpoints in {record['root']} on {last_hosts}, and "
-                "did not end well. This start does not have all of these nodes, and no staged "
+                f"{staging_clause}. This start does not have all of these nodes, and no staged "
                 f"checkpoint is later than step {newest_step}, the newest complete one."
             )
+
+
+def _describe_last_staging(record: dict[str, Any]) -> str:
+    """Return a clause about where the last start staged its checkpoints, with some of its hosts."""
+    host_list = ", ".join(record["hosts"][:_MAX_NAMED_HOSTS])
+    if num_unnamed := len(record["hosts"][_MAX_NAMED_HOSTS:]):
+        host_list += f" and {num_unnamed:,} more"
+    return (
+        f"The last start staged its checkpoints in {record['root']} on {host_list}, and did not "
+        "end well"
+    )
+
+
+def _gather_file_ranks(local_parts: Mapping[str, _StagedPart]) -> dict[str, dict[str, list[int]]]:
+    """Return the ranks that can read each file of each staged checkpoint; every rank calls it.
+
+    Args:
+        local_parts: The result of `_find_local_parts`.
+
+    Returns:
+        Ranks by file, by step and checksum of the manifest.
+    """
+    files_by_key = {key: [*part.folder_by_file] for key, part in local_parts.items()}
+    ranks_by_file_and_key: dict[str, dict[str, list[int]]] = {}
+    for rank, rank_files_by_key in enumerate(gather(files_by_key)):
+        for key, files in rank_files_by_key.items():
+            ranks_by_file = ranks_by_file_and_key.setdefault(key, {})
+            for file in files:
+                ranks_by_file.setdefault(file, []).append(rank)
+    return ranks_by_file_and_key
 
 
 def _newest_step(checkpoints: Path) -> int:
@@ -351,13 +373,16 @@ def _newest_step(checkpoints: Path) -> int:
     return max((checkpoint.step for checkpoint in list_checkpoints(checkpoints)), default=0)
 
 
-def _find_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _StagedPart]:
-    """Return the staged checkpoints of a start on this node, by step and checksum of the manifest.
+def _find_local_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _StagedPart]:
+    """Return the checkpoints that a start has staged on this node.
 
     Args:
         root: The node-local folder.
         start_id: ID of the start.
-        later_than: Step of the newest checkpoint that is left out.
+        later_than: A step; checkpoints up to it are left out.
+
+    Returns:
+        Checkpoints by step and checksum of the manifest, as one text.
     """
     parts: dict[str, _StagedPart] = {}
     for rank_folder in sorted(root.glob(f"{_FOLDER_PREFIX}{start_id}-*")):
@@ -370,8 +395,8 @@ def _find_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _Sta
                     part = parts.setdefault(
                         key, _StagedPart(checkpoint=checkpoint, folder_by_file={})
                     )
-                    names = (name for name in checkpoint.files if (path / name).is_file())
-                    part.folder_by_file.update(dict.fromkeys(names, path))
+                    local_files = (file for file in checkpoint.files if (path / file).is_file())
+                    part.folder_by_file.update(dict.fromkeys(local_files, path))
     return parts
 
 
@@ -392,43 +417,18 @@ def _copy_if_complete(
     Raises:
         CheckpointError: The copy cannot be written.
     """
-    rank, step = world_from_environment().rank, int(key.split()[0])
-    committing_rank = min((min(ranks) for ranks in ranks_by_file.values()), default=0)
+    step = int(key.split()[0])
     local_files: dict[str, tuple[int, str]] = {}
-    problem = None
+    local_problem = None
     if part is not None:
-        missing_names = part.checkpoint.files.keys() - ranks_by_file.keys()
-        if missing_names:
-            problem = f"no node of this start has {min(missing_names)}"
-        for index, (name, ranks) in enumerate(sorted(ranks_by_file.items())):
-            if ranks[index % len(ranks)] == rank:
-                local_files[name] = part.checkpoint.files[name]
-        problem = problem or _find_damage(part, local_files)
-    problem = next((text for text in gather(problem) if text is not None), None)
+        local_files = _choose_local_files(part, ranks_by_file)
+        local_problem = _find_missing_file(part, ranks_by_file) or _find_damage(part, local_files)
+    problem = next((text for text in gather(local_problem) if text is not None), None)
     if problem is not None:
         logger.warning(f"The staged checkpoint of step {step} is not used: {problem}.")
         return False
-
-    temporary_path = checkpoints / f".{checkpoint_name(step)}.tmp"
-
-    def make_folder() -> None:
-        if rank == committing_rank:
-            clear_leftovers(checkpoints)
-            temporary_path.mkdir()
-
-    def copy() -> None:
-        for name, entry in local_files.items():
-            assert part is not None
-            copy_staged_files(part.folder_by_file[name], temporary_path, {name: entry})
-
-    def commit() -> None:
-        if rank == committing_rank:
-            assert part is not None
-            write_manifest(replace(part.checkpoint, path=temporary_path))
-            commit_checkpoint(temporary_path, checkpoints / checkpoint_name(step))
-
-    for action in (make_folder, copy, commit):
-        on_all_ranks(functools.partial(_with_remedy, action, step))
+    committing_rank = min((min(ranks) for ranks in ranks_by_file.values()), default=0)
+    _copy_on_all_ranks(step, part, local_files, checkpoints, committing_rank=committing_rank)
     logger.info(
         f"Completed {checkpoints / checkpoint_name(step)} from its staged files: the last start "
         "ended during its copy."
@@ -436,26 +436,92 @@ def _copy_if_complete(
     return True
 
 
+def _find_missing_file(part: _StagedPart, ranks_by_file: Mapping[str, object]) -> str | None:
+    """Return which file of the manifest no rank can read, or None."""
+    missing_files = part.checkpoint.files.keys() - ranks_by_file.keys()
+    return f"no node of this start has {min(missing_files)}" if missing_files else None
+
+
+def _choose_local_files(
+    part: _StagedPart, ranks_by_file: Mapping[str, list[int]]
+) -> dict[str, tuple[int, str]]:
+    """Divide the files among the ranks that can read them; return size and checksum of this rank's.
+
+    Args:
+        part: The files on this node.
+        ranks_by_file: For each file, the ranks that can read it.
+    """
+    local_rank = world_from_environment().rank
+    return {
+        file: part.checkpoint.files[file]
+        for file_index, (file, ranks) in enumerate(sorted(ranks_by_file.items()))
+        if ranks[file_index % len(ranks)] == local_rank
+    }
+
+
+def _copy_on_all_ranks(
+    step: int,
+    part: _StagedPart | None,
+    local_files: Mapping[str, tuple[int, str]],
+    checkpoints: Path,
+    *,
+    committing_rank: int,
+) -> None:
+    """Copy a staged checkpoint to the run's folder and commit it; every rank calls it.
+
+    Args:
+        step: Step of the checkpoint.
+        part: The files on this node, if it has any.
+        local_files: Size in bytes and checksum of each file that this rank copies.
+        checkpoints: The run's `checkpoints` folder.
+        committing_rank: The rank that creates the folder and writes the manifest.
+
+    Raises:
+        CheckpointError: The copy cannot be written.
+    """
+    is_committing = world_from_environment().rank == committing_rank
+    temporary_path = checkpoints / f".{checkpoint_name(step)}.tmp"
+
+    def make_folder() -> None:
+        if is_committing:
+            clear_leftovers(checkpoints)
+            temporary_path.mkdir()
+
+    def copy_local_files() -> None:
+        for file, size_and_checksum in local_files.items():
+            assert part is not None
+            copy_staged_files(part.folder_by_file[file], temporary_path, {file: size_and_checksum})
+
+    def commit() -> None:
+        if is_committing:
+            assert part is not None
+            write_manifest(replace(part.checkpoint, path=temporary_path))
+            commit_checkpoint(temporary_path, checkpoints / checkpoint_name(step))
+
+    for phase in (make_folder, copy_local_files, commit):
+        on_all_ranks(functools.partial(_explain_copy_errors, phase, step))
+
+
 def _find_damage(part: _StagedPart, files: Mapping[str, tuple[int, str]]) -> str | None:
     """Return which staged file is damaged, or None."""
-    for name, (_, digest) in files.items():
-        path = part.folder_by_file[name]
+    for file, (_, digest) in files.items():
+        folder = part.folder_by_file[file]
         try:
-            if checksum(path / name) != digest:
-                return f"{path / name} does not match its checksum"
+            if checksum(folder / file) != digest:
+                return f"{folder / file} does not match its checksum"
         except OSError as error:
-            return f"{path / name} cannot be read ({error.strerror})"
+            return f"{folder / file} cannot be read ({error.strerror})"
     return None
 
 
-def _with_remedy(action: Callable[[], None], step: int) -> None:
-    """Do a part of the copy of a staged checkpoint.
+def _explain_copy_errors(phase: Callable[[], None], step: int) -> None:
+    """Run a phase of the copy of a staged checkpoint.
 
     Raises:
-        CheckpointError: The system refuses it.
+        CheckpointError: The operating system refuses it.
     """
     try:
-        action()
+        phase()
     except OSError as error:
         raise CheckpointError(
             f"The staged checkpoint of step {step} cannot be copied to the run's folder: "

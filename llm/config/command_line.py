@@ -25,12 +25,12 @@ from llm.config.options import (
     fields,
     format_default,
     is_too_long,
-    join_unit_aliases,
     path_options,
 )
 from llm.config.other_trainers import describe_unknown_option
 from llm.config.program import COMMAND
 from llm.config.toml import read_toml
+from llm.config.unit_aliases import join_unit_aliases
 from llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _format_value(value: Any) -> str:
     return format_default(tuple(value) if isinstance(value, list) else value)
 
 
-def parse(
+def parse_options(
     cls: type[ConfigT],
     argv: Sequence[str],
     *,
@@ -91,7 +91,7 @@ def parse(
     example: str | None = None,
     inherit: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> ConfigT:
-    """Read options: default < TOML file (`--config`) < command line.
+    """Parse the options of a program: default < TOML file (`--config`) < command line.
 
     Args:
         cls: Option dataclass.
@@ -153,10 +153,10 @@ def _format_usage(cls: type, positional: str | None) -> str:
     return f"{positional_usage}[--config FILE] [--OPTION VALUE ...]"
 
 
-def _check_given_paths(config: ConfigT, given_names: Collection[str]) -> None:
+def _check_given_paths(config: ConfigT, explicit_names: Collection[str]) -> None:
     """Refuse a path that is longer than the system allows, or an empty one that the user gave."""
     for name, path in path_options(config):
-        if not path and name in given_names:
+        if not path and name in explicit_names:
             raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
         if is_too_long(path):
             raise ConfigError(
@@ -184,9 +184,7 @@ def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None
     parsed_options = vars(namespace)
     if positional is not None and positional not in parsed_options:
         takes_list = next(field.is_list for field in option_fields if field.name == positional)
-        positional_words = _find_positional_words(unknown_words)
-        if not takes_list:
-            positional_words = positional_words[:1]
+        positional_words = _find_positional_words(unknown_words, takes_list=takes_list)
         if positional_words:
             parsed_options |= vars(parser.parse_args([f"--{positional}", *positional_words]))
             unknown_words = [word for word in unknown_words if word not in positional_words]
@@ -197,26 +195,27 @@ def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None
     return parsed_options
 
 
-def _find_positional_words(unknown_words: Sequence[str]) -> list[str]:
-    """Return the words that are neither a flag nor the value after one."""
+def _find_positional_words(unknown_words: Sequence[str], *, takes_list: bool) -> list[str]:
+    """Return the words that are neither a flag nor the value after one; one at most if no list."""
     preceding_words = ["", *unknown_words]
-    return [
+    positional_words = [
         word
         for preceding_word, word in zip(preceding_words, unknown_words, strict=False)
         if not word.startswith("-") and not preceding_word.startswith("-")
     ]
+    return positional_words if takes_list else positional_words[:1]
 
 
 def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the TOML file that arguments name by `--config`, and the other arguments.
+    """Split arguments into the TOML file of `--config`, or None, and all other arguments.
 
     Raises:
-        ConfigError: They name two files, or none after `--config`.
+        ConfigError: The arguments name two files, or none after `--config`.
     """
     parser = _Parser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
-    namespace, arguments = parser.parse_known_args(argv, _OptionValues())
-    return vars(namespace).get("config"), arguments
+    namespace, other_arguments = parser.parse_known_args(argv, _OptionValues())
+    return vars(namespace).get("config"), other_arguments
 
 
 def _normalize_switches(arguments: Sequence[str], cls: type) -> list[str]:
@@ -299,13 +298,15 @@ def _select_topic_fields(topic: str, cls: type) -> Sequence[Field]:
     if not topic:
         field_by_name = {field.name: field for field in option_fields}
         return [field_by_name[name] for name in common_options(cls)]
-    topics = {*_heading_topics(topic)}
-    shown_fields = [
-        field for field in option_fields if topics & {*_heading_topics(field.option.group)}
+    requested_topics = {*_heading_topics(topic)}
+    topic_fields = [
+        field
+        for field in option_fields
+        if requested_topics & {*_heading_topics(field.option.group)}
     ]
-    if not shown_fields:
+    if not topic_fields:
         raise ConfigError(f"--help {topic}: there is no topic of this name. {_list_topics(cls)}")
-    return shown_fields
+    return topic_fields
 
 
 def _heading_topics(heading: str) -> list[str]:
@@ -358,8 +359,6 @@ def _make_parser(option_fields: Sequence[Field]) -> _Parser:
 
 def _add_flag(group: Any, field: Field) -> None:
     """Add the flags of an option to a group of a parser: name, aliases and opposites."""
-    flags = [f"--{name}" for name in (field.name, *field.option.aliases)]
-    help_text = _format_help(field)
     if field.opposites:
         group.add_argument(
             *[f"--{name}" for name in field.opposites],
@@ -367,21 +366,25 @@ def _add_flag(group: Any, field: Field) -> None:
             action="store_false",
             help=f"Opposite of --{field.name}." if field.default is True else argparse.SUPPRESS,
         )
-    if field.is_switch:
-        group.add_argument(*flags, dest=field.name, action="store_true", help=help_text)
-        return
-    metavar = _format_metavar(field)
-    kwargs: dict[str, Any] = {"type": _make_converter(field), "help": help_text, "dest": field.name}
-    kwargs["metavar"] = metavar
-    if field.is_list:
-        kwargs["nargs"] = "+" if metavar else 1
-        kwargs["metavar"] = metavar or "none"  # only a TOML file can hold tables
-    if bool in field.members:
-        kwargs.update(nargs="?", const=True)
-    group.add_argument(*flags, **kwargs)
+    flags = [f"--{name}" for name in (field.name, *field.option.aliases)]
+    group.add_argument(*flags, dest=field.name, help=_format_help(field), **_flag_settings(field))
     for alias in field.unit_aliases:
         converter = _make_converter(alias)
         group.add_argument(f"--{alias.name}", type=converter, help=argparse.SUPPRESS)
+
+
+def _flag_settings(field: Field) -> dict[str, Any]:
+    """Return argparse's settings for the values of an option; a switch has none."""
+    if field.is_switch:
+        return {"action": "store_true"}
+    metavar = _format_metavar(field)
+    settings: dict[str, Any] = {"type": _make_converter(field), "metavar": metavar}
+    if field.is_list:
+        settings["nargs"] = "+" if metavar else 1
+        settings["metavar"] = metavar or "none"  # only a TOML file can hold tables
+    if bool in field.members:
+        settings |= {"nargs": "?", "const": True}
+    return settings
 
 
 def _format_help(field: Field) -> str:
@@ -469,15 +472,8 @@ def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, precedin
         cls: Option dataclass.
         preceding_word: The argument before the first of them; "" if there is none.
     """
-    first_word = unknown_words[0]
-    if not first_word.startswith("-"):
-        for field in fields(cls):
-            if field.is_switch and preceding_word.removeprefix("--") in field.names:
-                return (
-                    f"{preceding_word} takes true, false or no value, and '{first_word}' follows "
-                    "it; leave that out."
-                )
-        return f"'{first_word}' has no option before it."
+    if not unknown_words[0].startswith("-"):
+        return _describe_stray_value(unknown_words[0], cls, preceding_word=preceding_word)
     known_names = ["config"]
     for field in fields(cls):
         known_names += [*field.names, *field.opposites]
@@ -486,6 +482,17 @@ def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, precedin
     return " ".join(
         describe_unknown_option(name, known_names, dashes="--") for name in unknown_names
     )
+
+
+def _describe_stray_value(value: str, cls: type, *, preceding_word: str) -> str:
+    """Return a sentence about a value without an option, perhaps after a switch."""
+    switch_names = {name for field in fields(cls) if field.is_switch for name in field.names}
+    if preceding_word.removeprefix("--") in switch_names:
+        return (
+            f"{preceding_word} takes true, false or no value, and '{value}' follows it; leave that "
+            "out."
+        )
+    return f"'{value}' has no option before it."
 
 
 @functools.cache  # a program may read options several times
@@ -499,7 +506,7 @@ def check_library_versions() -> None:
     Raises:
         ConfigError: A library is missing or too old.
     """
-    import importlib.metadata  # imported here because --help does not need them
+    import importlib.metadata  # --help does not need it
 
     from packaging.requirements import Requirement
 
@@ -507,11 +514,12 @@ def check_library_versions() -> None:
         requirements = map(Requirement, importlib.metadata.requires("llm-trainers") or [])
     except importlib.metadata.PackageNotFoundError:
         return
-    mismatches = []
-    for requirement in requirements:
-        is_of_extra = requirement.marker is not None
-        if not is_of_extra and (mismatch := _describe_version_mismatch(requirement)) is not None:
-            mismatches.append(mismatch)
+    core_requirements = [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None  # of no extra
+    ]
+    mismatches = list(filter(None, map(_describe_version_mismatch, core_requirements)))
     if mismatches:
         raise ConfigError(
             f"This environment lacks {', '.join(mismatches)}: install it with pip, or load a "

@@ -11,7 +11,7 @@ _THOUSANDS_SUFFIXES = ("", "K", "M", "B", "T")
 
 
 def _parse_number(text: str) -> Fraction:
-    """Return a number exactly; a suffix K, M, B or T multiplies by a power of 1,000.
+    """Return a number as an exact fraction; a suffix K, M, B or T multiplies by a power of 1,000.
 
     Raises:
         ValueError: The text is not a number.
@@ -20,8 +20,8 @@ def _parse_number(text: str) -> Fraction:
     if match is None:
         raise ValueError(f"{text!r} is not a number")
     # In floating point, 0.3B would not be a whole number.
-    factor: int = 1000 ** _THOUSANDS_SUFFIXES.index(match[2].upper())
-    return Fraction(match[1]) * factor
+    multiplier: int = 1000 ** _THOUSANDS_SUFFIXES.index(match[2].upper())
+    return Fraction(match[1]) * multiplier
 
 
 class Tokens(int):

@@ -15,7 +15,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from llm.config.duration import Duration, Tokens, Unit
@@ -111,20 +111,21 @@ class Option:
         return self.group if self.package is None else f"{self.group} ({self.package})"
 
 
-def _field_maker(
-    declare: Callable[DeclarationParams, Option],
+def _make_field_function(
+    option_class: Callable[DeclarationParams, Option],
 ) -> Callable[Concatenate[Any, DeclarationParams], Any]:
-    """Return a function that takes a default and the arguments of a declaration."""
+    """Return a function that makes a dataclass field from a default and an option's attributes."""
 
-    def option(
+    def make_field(
         default: Any, /, *args: DeclarationParams.args, **kwargs: DeclarationParams.kwargs
     ) -> Any:
-        return dataclasses.field(default=default, metadata={"option": declare(*args, **kwargs)})
+        declaration = option_class(*args, **kwargs)
+        return dataclasses.field(default=default, metadata={"option": declaration})
 
-    return option
+    return make_field
 
 
-option = _field_maker(Option)
+option = _make_field_function(Option)
 """Declare a field of an option dataclass: its default, then the attributes of its `Option`.
 
 The default is the value when neither the TOML file nor the command line gives one."""
@@ -208,25 +209,27 @@ class Field:
         units_without_alias = tuple(
             unit.removesuffix("s") for unit, alias in self.option.units.items() if not alias
         )
+        return tuple(
+            self._make_unit_alias(alias, unit, units_without_alias)
+            for unit, alias in self.option.units.items()
+            if alias
+        )
+
+    def _make_unit_alias(
+        self, alias: str, unit: str, units_without_alias: tuple[str, ...]
+    ) -> "Field":
+        """Return an alias as a field of numbers; it also takes the name of a unit without alias."""
         type_by_unit: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
-        declaration = dataclasses.replace(self.option, units={})
-        alias_fields = []
-        for unit, alias in self.option.units.items():
-            if not alias:
-                continue
-            number_type = type_by_unit.get(unit, int)
-            alias_fields.append(
-                Field(
-                    name=alias,
-                    default=None,
-                    option=declaration,
-                    members=(number_type, str) if units_without_alias else (number_type,),
-                    choices=units_without_alias,
-                    allows_none=True,
-                    is_list=False,
-                )
-            )
-        return tuple(alias_fields)
+        number_type = type_by_unit.get(unit, int)
+        return Field(
+            name=alias,
+            default=None,
+            option=dataclasses.replace(self.option, units={}),
+            members=(number_type, str) if units_without_alias else (number_type,),
+            choices=units_without_alias,
+            allows_none=True,
+            is_list=False,
+        )
 
     @property
     def opposites(self) -> tuple[str, ...]:
@@ -291,34 +294,38 @@ def fields(cls: type) -> tuple[Field, ...]:
     return _collect_fields(cls)
 
 
-@functools.cache  # one start of a program asks seven times
+@functools.cache  # a start of a program calls it seven times
 def _collect_fields(cls: type) -> tuple[Field, ...]:
-    """Collect the options of a class and its bases; see `fields` for their order."""
+    """Return the options of a class and its bases, in the order of `fields`."""
     type_by_name = typing.get_type_hints(cls)
     field_by_name = {field.name: field for field in dataclasses.fields(cls)}
-    class_by_name: dict[str, type] = {}
+    declaring_class_by_name: dict[str, type] = {}
     for base in cls.__mro__:
         for name in inspect.get_annotations(base):
-            if name in field_by_name and class_by_name.setdefault(name, base) is not base:
-                raise ConfigError(_describe_repeated_option(name, (base, class_by_name[name])))
+            if name not in field_by_name:
+                continue
+            declaring_class = declaring_class_by_name.setdefault(name, base)
+            if declaring_class is not base:
+                raise ConfigError(_describe_repeated_option(name, (base, declaring_class)))
     option_fields = [
-        _make_field(field_by_name[name], type_by_name[name], cls) for name in class_by_name
+        _make_field(field_by_name[name], type_by_name[name], cls)
+        for name in declaring_class_by_name
     ]
     _check_unique_names(option_fields)
     return tuple(sorted(option_fields, key=lambda field: field.option.extension))
 
 
 def _describe_repeated_option(name: str, classes: Iterable[type]) -> str:
-    """Return a sentence about an option that two classes declare, perhaps of installed packages."""
-    labels, remedy = [], ""
+    """Return a sentence about an option that two classes declare, with their installed packages."""
+    class_labels, remedy = [], ""
     for cls in classes:
-        field = vars(cls).get("__dataclass_fields__", {}).get(name)
-        package = None if field is None else field.metadata["option"].package
-        labels.append(cls.__name__ if package is None else f"{cls.__name__} in {package}")
+        dataclass_field = vars(cls).get("__dataclass_fields__", {}).get(name)
+        package = None if dataclass_field is None else dataclass_field.metadata["option"].package
+        class_labels.append(cls.__name__ if package is None else f"{cls.__name__} in {package}")
         if package is not None:
             remedy = ", or uninstall the package"
     return (
-        f"The option {name} of {' is declared again by '.join(labels)}; give it another name "
+        f"The option {name} of {' is declared again by '.join(class_labels)}; give it another name "
         f"there{remedy}."
     )
 
@@ -347,20 +354,20 @@ def _format_name_with_package(field: Field) -> str:
     return f"{field.name} of {package}" if package else field.name
 
 
-def _make_field(dataclass_field: dataclasses.Field[Any], hint: Any, cls: type) -> Field:
+def _make_field(dataclass_field: dataclasses.Field[Any], type_hint: Any, cls: type) -> Field:
     """Return the option of a dataclass field.
 
     Args:
         dataclass_field: The field, made by `option`.
-        hint: Its type.
+        type_hint: Its type, perhaps optional, a tuple or a union.
         cls: The class with all options of the program; it decides the choices.
     """
     declaration: Option = dataclass_field.metadata["option"]
-    is_list = typing.get_origin(hint) is tuple
+    is_list = typing.get_origin(type_hint) is tuple
     if is_list:
-        hint = typing.get_args(hint)[0]
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    member_types = typing.get_args(hint) if is_union else (hint,)
+        type_hint = typing.get_args(type_hint)[0]
+    is_union = typing.get_origin(type_hint) in (typing.Union, types.UnionType)
+    member_types = typing.get_args(type_hint) if is_union else (type_hint,)
     members: list[type] = []
     choices = [] if declaration.choices is None else [*declaration.choices(cls)]
     for member_type in member_types:
@@ -426,76 +433,6 @@ def removed_options(cls: type) -> dict[str, Any]:
     return removed
 
 
-def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") -> dict[str, Any]:
-    """Return options with a duration in place of the aliases that take a number of one unit.
-
-    Args:
-        cls: Option dataclass.
-        values: Options by name or alias. An alias that is None sets the default.
-        location: The TOML file, for messages; "" for the command line.
-
-    Raises:
-        ConfigError: Two names set one option to different durations.
-    """
-    prefix = f"{location}: " if location else "--"
-    joined_options = dict(values)
-    for field in fields(cls):
-        unit_by_alias = {alias: unit for unit, alias in field.option.units.items() if alias}
-        duration_by_name = {}
-        for name in unit_by_alias.keys() & values.keys():
-            value = joined_options.pop(name)
-            try:
-                duration_by_name[name] = _make_duration(field, value, unit_by_alias[name])
-            except ValueError:
-                raise ConfigError(f"{prefix}{name} cannot be {value}.") from None
-        if duration_by_name:
-            if field.name in values:
-                duration_by_name[field.name] = values[field.name]
-            joined_options[field.name] = _choose_duration(field, duration_by_name, location)
-    return joined_options
-
-
-def _make_duration(field: Field, value: Any, unit: Unit) -> Duration:
-    """Return the duration that an alias of an option sets.
-
-    Args:
-        field: The option.
-        value: A number; the name of a unit, for one of it; or None for the default.
-        unit: The unit of the number.
-
-    Raises:
-        ValueError: The value is not a duration.
-    """
-    if value is None:
-        default: Duration = field.default
-        return default
-    return Duration(f"1 {value}" if isinstance(value, str) else f"{value} {unit}")
-
-
-def _choose_duration(
-    field: Field, duration_by_name: Mapping[str, Duration], location: str
-) -> Duration:
-    """Return the duration of an option that is set by several names.
-
-    Args:
-        field: The option.
-        duration_by_name: The duration by each name that sets it.
-        location: The TOML file, for messages; "" for the command line.
-
-    Raises:
-        ConfigError: Two names set different durations, neither of them the default.
-    """
-    names = sorted(name for name, value in duration_by_name.items() if value != field.default)
-    if len(names) > 1 and field.option.yields in names:
-        names.remove(field.option.yields)
-    if len({duration_by_name[name] for name in names}) > 1:
-        prefix, dashes = (f"{location}: ", "") if location else ("", "--")
-        flags = " and ".join(f"{dashes}{name}" for name in names)
-        raise ConfigError(f"{prefix}{flags} each set {field.name}; give one of them.")
-    default: Duration = field.default
-    return duration_by_name[names[0]] if names else default
-
-
 def bad_value_message(field: Field, value: Any) -> str:
     """Return the end of a sentence about a value that an option does not allow."""
     return f"expects {field.value_description}, not {value!r}."
@@ -546,18 +483,28 @@ def missing_requirements(config: Any) -> list[str]:
     values = non_default(config)
     problems = []
     for field in fields(type(config)):
-        if field.name not in values or not field.option.requires:
-            continue
+        # Pairs of a name and a value, which is "" if any value will do.
         requirements = [requirement.partition("=")[::2] for requirement in field.option.requires]
-        if any(name in values and value in ("", values[name]) for name, value in requirements):
-            continue
-        flags = " or ".join(f"--{name} {value}".rstrip() for name, value in requirements)
-        pronoun = "one of them" if len(requirements) > 1 else "that"
-        option_value = f" {values[field.name]}" if Duration in field.members else ""
-        problems.append(
-            f"--{field.name}{option_value} needs {flags}; give {pronoun} too, or leave it out."
-        )
+        is_met = any(name in values and value in ("", values[name]) for name, value in requirements)
+        if field.name in values and requirements and not is_met:
+            problems.append(_describe_unmet_requirement(field, values[field.name], requirements))
     return problems
+
+
+def _describe_unmet_requirement(
+    field: Field, value: Any, requirements: Sequence[tuple[str, str]]
+) -> str:
+    """Return a sentence about an option that needs one of several others.
+
+    Args:
+        field: The option in use.
+        value: Its value.
+        requirements: Name and value of each option that it may be used with; "" for any value.
+    """
+    flags = " or ".join(f"--{name} {allowed}".rstrip() for name, allowed in requirements)
+    pronoun = "one of them" if len(requirements) > 1 else "that"
+    value_text = f" {value}" if Duration in field.members else ""
+    return f"--{field.name}{value_text} needs {flags}; give {pronoun} too, or leave it out."
 
 
 def format_default(value: Any) -> str:
@@ -569,15 +516,15 @@ def format_default(value: Any) -> str:
 
 def path_options(config: Any) -> list[tuple[str, str]]:
     """Return the paths in the options, each with the name of its option."""
-    named_paths = []
+    name_path_pairs = []
     for field in fields(type(config)):
         value = getattr(config, field.name)
         for item in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(item):  # a table of the TOML file
-                named_paths += [(field.name, path) for _, path in path_options(item)]
+                name_path_pairs += [(field.name, path) for _, path in path_options(item)]
             elif field.option.path and isinstance(item, str):
-                named_paths.append((field.name, item))
-    return named_paths
+                name_path_pairs.append((field.name, item))
+    return name_path_pairs
 
 
 def is_too_long(path: str) -> bool:

@@ -248,27 +248,29 @@ REMARKS = HUGGING_FACE_REMARKS | {
 
 
 def describe_counterpart(name: str, options: Collection[str], *, dashes: str) -> str | None:
-    """Return the end of a sentence about an unknown name; None if no table has the name.
+    """Return what another trainer's option is here, as the end of a sentence; None if unknown.
 
     Args:
-        name: The name, such as `max_steps`, or `trainer.max_steps` of NeMo.
+        name: The other trainer's name, such as `max_steps`, or `trainer.max_steps` of NeMo.
         options: The options of the program.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
 
     Returns:
         Such as "is --max_train_steps here".
     """
-    name = name.rpartition(".")[2].lower().replace("-", "_")
-    for table in (HUGGING_FACE, SHORT_NAMES, MEGATRON, NEMO, NANOGPT, PROGRAMS):
-        equivalent = table.get(name)
+    plain_name = name.rpartition(".")[2].lower().replace("-", "_")
+    for equivalent_by_name in (HUGGING_FACE, SHORT_NAMES, MEGATRON, NEMO, NANOGPT, PROGRAMS):
+        equivalent = equivalent_by_name.get(plain_name)
         if equivalent is not None and equivalent.partition(" ")[0] in options:
             return f"is {dashes}{equivalent} here"
-    remark = REMARKS.get(name)
-    if remark is None:
-        return None
+    remark = REMARKS.get(plain_name)
+    return remark if remark is not None and _mentioned_options(remark) <= {*options} else None
+
+
+def _mentioned_options(remark: str) -> set[str]:
+    """Return the options of this program that a remark mentions, not those of other programs."""
     text_without_programs = re.sub(r"llm-trainers[ \w]* --\w+", "", remark)
-    mentioned_options = set(re.findall(r"--(\w+)", text_without_programs))
-    return remark if mentioned_options <= {*options} else None
+    return set(re.findall(r"--(\w+)", text_without_programs))
 
 
 _SUGGESTION_CUTOFF = 0.83
@@ -277,7 +279,7 @@ learning_rate 0.96."""
 
 
 def describe_unknown_option(name: str, known_names: list[str], *, dashes: str) -> str:
-    """Return a sentence about an unknown name, such as `--max_steps is --max_train_steps here.`.
+    """Return a sentence about an unknown option, such as `--max_steps is --max_train_steps here.`.
 
     It names the option that does the same here, or a similar name.
 
@@ -286,11 +288,11 @@ def describe_unknown_option(name: str, known_names: list[str], *, dashes: str) -
         known_names: Known names. The nearest one is suggested.
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
-    remark = describe_counterpart(name, known_names, dashes=dashes)
-    if remark is not None:
-        return f"{dashes}{name} {remark}."
+    counterpart = describe_counterpart(name, known_names, dashes=dashes)
+    if counterpart is not None:
+        return f"{dashes}{name} {counterpart}."
     positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
-    close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)
-    close_names = [positive_name] if positive_name in known_names else close_names
-    hint = f"; did you mean {close_names[0]}?" if close_names else "."
+    suggestions = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)
+    suggestions = [positive_name] if positive_name in known_names else suggestions
+    hint = f"; did you mean {suggestions[0]}?" if suggestions else "."
     return f"There is no option {dashes}{name}{hint}"

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from llm.config.terminal import accept_any_text, discard_output, flush_output, text_for
-from llm.errors import LLMError, explain_system_error
+from llm.config.terminal import discard_output, escape_unencodable_output, flush_output, text_for
+from llm.errors import LLMError, explain_wrapped_os_error
 
 COMMAND = "llm-trainers"
 """The command that starts every program by its name."""
@@ -40,7 +40,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        accept_any_text()
+        escape_unencodable_output()
         try:
             exit_code = main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
@@ -55,7 +55,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
         except Exception as error:
             if isinstance(error, OSError) and error.filename is None and not flush_output():
                 error.filename = "standard output"
-            sentence = explain_system_error(error)
+            sentence = explain_wrapped_os_error(error)
             if sentence is None:
                 raise
             return _report_error(sentence)

@@ -10,7 +10,7 @@ from typing import IO
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
-def accept_any_text() -> None:
+def escape_unencodable_output() -> None:
     """Let standard output and standard error escape characters that their encoding lacks.
 
     A stream that the parent process has closed becomes the null device.

@@ -15,11 +15,11 @@ from llm.config.options import (
     bad_value_message,
     fields,
     format_default,
-    join_unit_aliases,
     non_default,
     removed_options,
 )
 from llm.config.other_trainers import describe_unknown_option
+from llm.config.unit_aliases import join_unit_aliases
 from llm.errors import ConfigError, one_line
 
 _MAX_INTEGER_BITS = 63
@@ -37,17 +37,7 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         ConfigError: The file is missing or is not TOML, a key is unknown (the error suggests the
             nearest one), or a value has the wrong type.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
-    except IsADirectoryError as error:
-        raise ConfigError(
-            f"--config {path} is a folder; name a TOML file, such as a run's config.toml."
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
-        raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
+    text, table = _parse_toml(path)
     try:
         return _read_table(cls, table, location=str(path))
     except ConfigError as error:
@@ -60,6 +50,25 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _parse_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the text of a TOML file, and its content.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"--config {path} is a folder; name a TOML file, such as a run's config.toml."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, nesting
+        raise ConfigError(f"--config {path} is not valid TOML: {one_line(error)}.") from error
+
+
 def _missing_packages(cls: type, text: str) -> list[str]:
     """Return the packages in the headings of `to_toml` that declare none of a class's options."""
     packages = re.findall(r"^# .* \((\S+ \S+)\)$", text, flags=re.MULTILINE)
@@ -68,7 +77,7 @@ def _missing_packages(cls: type, text: str) -> list[str]:
 
 
 def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
-    """Return the options that a table sets, by name, with values of their types."""
+    """Return the options that a table sets, by name, with value_by_name of their types."""
     table = {key.replace("-", "_"): value for key, value in table.items()}
     _drop_removed_options(cls, table, location=location)
     _resolve_aliases(cls, table, location=location)
@@ -77,15 +86,15 @@ def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str,
         for option_field in fields(cls)
         for field in (option_field, *option_field.unit_aliases)
     }
-    values: dict[str, Any] = {}
+    value_by_name: dict[str, Any] = {}
     for name, value in table.items():
         if name not in field_by_name:
             raise ConfigError(
                 f"{location}: {describe_unknown_option(name, [*field_by_name], dashes='')}"
             )
         field = field_by_name[name]
-        values[field.name] = _convert_value(field, value, location=f"{location}: {name}")
-    return join_unit_aliases(cls, values, location=location)
+        value_by_name[field.name] = _convert_value(field, value, location=f"{location}: {name}")
+    return join_unit_aliases(cls, value_by_name, location=location)
 
 
 def _drop_removed_options(cls: type, table: dict[str, Any], *, location: str) -> None:
@@ -100,8 +109,10 @@ def _drop_removed_options(cls: type, table: dict[str, Any], *, location: str) ->
 
 def _resolve_aliases(cls: type, table: dict[str, Any], *, location: str) -> None:
     """Replace the aliases in a table by the names of their options."""
-    pairs = [(field.name, alias) for field in fields(cls) for alias in field.option.aliases]
-    for name, alias in pairs:
+    name_alias_pairs = [
+        (field.name, alias) for field in fields(cls) for alias in field.option.aliases
+    ]
+    for name, alias in name_alias_pairs:
         if alias not in table:
             continue
         value = table.pop(alias)
@@ -122,18 +133,18 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
         raise ConfigError(f"{location} has a number of more than {_MAX_INTEGER_BITS} bits.")
     if field.is_list:
         return _convert_items(field, value, location=location)
-    for member in field.members:
-        if dataclasses.is_dataclass(member) and isinstance(value, dict):
-            return member(**_read_table(member, value, location=location))
-        if member is float and type(value) is int:
+    for value_type in field.members:
+        if dataclasses.is_dataclass(value_type) and isinstance(value, dict):
+            return value_type(**_read_table(value_type, value, location=location))
+        if value_type is float and type(value) is int:
             return float(value)
-        if member is Tokens and type(value) in (int, str):
+        if value_type is Tokens and type(value) in (int, str):
             with contextlib.suppress(ValueError):
                 return Tokens(value)
-        if member is Duration and type(value) is str:
+        if value_type is Duration and type(value) is str:
             with contextlib.suppress(ValueError):
                 return field.parse_duration(value)
-        if type(value) is member and (type(value) is not str or field.allows_text(value)):
+        if type(value) is value_type and (type(value) is not str or field.allows_text(value)):
             return value
     raise ConfigError(f"{location} {bad_value_message(field, value)}")
 

@@ -21,13 +21,13 @@ class EnergyCounter:
     def __init__(self, device: torch.device, *, world_size: int) -> None:
         self._world_size = world_size
         self._has_gpu = device.type == "cuda"
-        self._nvml_and_handle = _open_device(device) if self._has_gpu else None
+        self._nvml_and_handle = _open_nvml_device(device) if self._has_gpu else None
         self._start_joules = self._read()
 
     def total_joules(self) -> float | None:
-        """Return the sum over all ranks, or None if a rank does not know its part.
+        """Return the joules of all ranks in this start, or None if a rank cannot measure them.
 
-        Every rank calls it. The ranks add their joules on the host, by gloo.
+        Every rank calls it: an all-reduce on the host, by gloo.
         """
         if not self._has_gpu:
             return None
@@ -47,16 +47,16 @@ class EnergyCounter:
             return math.nan
 
 
-def _open_device(device: torch.device) -> tuple[Any, Any] | None:
-    """Return NVML's module and its handle of a GPU; None without one of them."""
+def _open_nvml_device(device: torch.device) -> tuple[Any, Any] | None:
+    """Return the module pynvml and its handle of a GPU; None without NVML or without the GPU."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        # The order of NVML's indices differs from CUDA's; the identifier is the same.
-        identifier = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(identifier)
-    except (pynvml.NVMLError, AttributeError):  # no driver, a part of a GPU, or a GPU of AMD's
+        # The order of NVML's indices differs from CUDA's; UUIDs are the same.
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except (pynvml.NVMLError, AttributeError):  # no driver, a slice of a GPU, or an AMD GPU
         return None

@@ -134,10 +134,10 @@ def device_memory(device: torch.device) -> int | None:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError):
             return None
-    backend = torch.get_device_module(device)
-    if not (hasattr(backend, "get_device_properties") and backend.is_available()):
+    device_module = torch.get_device_module(device)
+    if not (hasattr(device_module, "get_device_properties") and device_module.is_available()):
         return None
-    memory: int = backend.get_device_properties(device).total_memory
+    memory: int = device_module.get_device_properties(device).total_memory
     return memory
 
 
@@ -154,16 +154,16 @@ def memory_in_use(device: torch.device) -> int | None:
 
     On a GPU this is the peak since the last call, elsewhere the process's resident memory.
     """
-    backend = torch.get_device_module(device)
-    if hasattr(backend, "max_memory_allocated"):
-        peak: int = backend.max_memory_allocated(device)
-        backend.reset_peak_memory_stats(device)
+    device_module = torch.get_device_module(device)
+    if hasattr(device_module, "max_memory_allocated"):
+        peak: int = device_module.max_memory_allocated(device)
+        device_module.reset_peak_memory_stats(device)
         return peak
     try:
-        resident = Path("/proc/self/statm").read_text().split()[1]
+        resident_pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return None
-    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

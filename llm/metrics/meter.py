@@ -72,7 +72,7 @@ class Meter:
         grad_norm: torch.Tensor,
         skipped: torch.Tensor,
     ) -> None:
-        """Count one step.
+        """Add the sums and the gradient norm of one step.
 
         Args:
             step: Number of the step, counted from 0.
@@ -95,23 +95,23 @@ class Meter:
         )
 
     def pop_steps(self) -> list[tuple[int, bool, float]]:
-        """Return the all-reduced steps since the last call.
+        """Return and forget the all-reduced steps since the last call.
 
         Returns:
             For each step its number, whether any rank skipped it, and its mean loss per token.
         """
         if not self._reduced_steps:
             return []
-        steps, value_pairs = zip(*self._reduced_steps, strict=True)
+        steps, step_values = zip(*self._reduced_steps, strict=True)
         self._reduced_steps = []
-        skipped_and_losses = torch.stack(value_pairs).tolist()  # one wait for the device
+        skipped_and_losses = torch.stack(step_values).tolist()  # one wait for the device
         return [
-            (step, skipped > 0, loss)
-            for step, (skipped, loss) in zip(steps, skipped_and_losses, strict=True)
+            (step, num_skipped > 0, loss)
+            for step, (num_skipped, loss) in zip(steps, skipped_and_losses, strict=True)
         ]
 
     def all_reduce(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """All-reduce the numbers so that they can be saved or read.
+        """All-reduce the sums and counts, so that they can be saved or read.
 
         Losses are summed on rank 0. Norms and tokens are averaged: if only one rank skipped a step,
         only its tokens are left out. A step counts as skipped if any rank skipped it. The losses of
@@ -122,10 +122,10 @@ class Meter:
         """
         dtype = self.sums.dtype
         flags = [flag for step in self._local_steps for flag in (step.is_skipped, step.is_nan)]
-        # A message of one tensor: the ones add up to the number of ranks.
-        one_rank = torch.ones_like(self.num_tokens)
-        values = [one_rank, *self.sums, self.num_tokens, self.grad_norm, *flags]
-        totals = reduce_sum(torch.stack([value.to(dtype) for value in values]))
+        # All numbers are sent as one tensor; the ones add up to the number of ranks.
+        rank_count = torch.ones_like(self.num_tokens)
+        message_parts = [rank_count, *self.sums, self.num_tokens, self.grad_norm, *flags]
+        totals = reduce_sum(torch.stack([value.to(dtype) for value in message_parts]))
         num_ranks, sums, mean_totals, step_flags = totals.split([1, len(self.sums), 2, len(flags)])
         self.sums = sums if self._rank == 0 else torch.zeros_like(sums)
         self.num_tokens, grad_norm = mean_totals / num_ranks
@@ -151,12 +151,12 @@ class Meter:
         dtype = self.sums.dtype
         local_losses = [step.loss_sum.to(dtype) / step.num_tokens for step in self._local_steps]
         losses = reduce_sum(torch.stack(local_losses))
-        step_values = torch.stack([is_skipped.to(dtype), losses], dim=1)
+        flags_and_losses = torch.stack([is_skipped.to(dtype), losses], dim=1)
         steps = [local_step.step for local_step in self._local_steps]
-        self._reduced_steps += zip(steps, step_values.unbind(), strict=True)
+        self._reduced_steps += zip(steps, flags_and_losses.unbind(), strict=True)
 
     def read(self) -> dict[str, float]:
-        """Return the interval's means and the run's counts, and start a new interval.
+        """Return the means of the logging interval and the counts of the run; begin a new interval.
 
         Call it after `all_reduce`. The host waits for the device here, once for all numbers. Means
         of nothing, such as the loss of a source without samples, are left out.

@@ -26,19 +26,19 @@ def usable_memory(device: torch.device, *, ranks_on_host: int) -> int:
         ranks_on_host: Processes that share the host's memory.
 
     Raises:
-        ConfigError: The system does not report them, or not what a process uses at its peak.
+        ConfigError: The system reports neither the memory nor a process's peak use of it.
     """
-    memory, share = None, _DEVICE_SHARE
-    backend = torch.get_device_module(device)
+    memory, usable_share = None, _DEVICE_SHARE
+    device_module = torch.get_device_module(device)
     if device.type == "cpu":
-        memory, share = host_memory(), _HOST_SHARE / ranks_on_host
-    elif hasattr(backend, "max_memory_allocated"):
+        memory, usable_share = host_memory(), _HOST_SHARE / ranks_on_host
+    elif hasattr(device_module, "max_memory_allocated"):
         memory = device_memory(device)
-        with contextlib.suppress(AttributeError, RuntimeError):  # some drivers do not tell
+        with contextlib.suppress(AttributeError, RuntimeError):  # some drivers do not report it
             # The memory of the context, of collectives, and of other processes is not free.
-            memory = backend.mem_get_info(device)[0] + backend.memory_reserved(device)
+            memory = device_module.mem_get_info(device)[0] + device_module.memory_reserved(device)
     if memory is not None:
-        return int(share * memory)
+        return int(usable_share * memory)
     raise ConfigError(
         f"--per_device_train_batch_size auto cannot measure the memory of {device.type}; give a "
         "number. `llm-trainers plan` with auto computes one."
@@ -48,16 +48,16 @@ def usable_memory(device: torch.device, *, ranks_on_host: int) -> int:
 def allocated_memory(device: torch.device) -> int:
     """Return the bytes of the tensors on a device; on a CPU, the process's resident memory.
 
-    0 if the system does not report it: then all memory at a peak seems to belong to the peak.
+    0 if the system does not report it; a peak then includes the memory before it.
     """
     if device.type != "cpu":
         allocated: int = torch.get_device_module(device).memory_allocated(device)
         return allocated
     try:
-        resident = Path("/proc/self/statm").read_text().split()[1]
+        resident_pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
         return 0
-    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -72,24 +72,24 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that `allocated_memory` has reached since `reset_peak_memory`.
 
-    Where the system cannot reset the peak of a process, it is the peak since the process started.
+    If the system cannot reset the peak of a process, it is the peak since the process started.
     """
     if device.type != "cpu":
         peak: int = torch.get_device_module(device).max_memory_allocated(device)
         return peak
     with contextlib.suppress(OSError):
-        line = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        if line is not None:
-            return int(line[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        high_water_mark = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if high_water_mark is not None:
+            return int(high_water_mark[1]) * 1024
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process's control groups allow.
+    """Return the bytes of host memory, limited by this process's control groups (cgroups).
 
     Args:
-        root: The folder with `proc` and `sys`.
+        root: The folder that contains `proc` and `sys`.
     """
     limits = [device_memory(torch.device("cpu"))]
     with contextlib.suppress(OSError):

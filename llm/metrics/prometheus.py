@@ -21,7 +21,7 @@ logger = logging.getLogger("llm")
 
 
 def check_metrics_file(path: Path) -> None:
-    """Refuse a file that cannot be written, or that another program has written.
+    """Refuse a metrics file that cannot be written, or that another program has written.
 
     Raises:
         ConfigError: Names the path and the reason.
@@ -38,12 +38,12 @@ def check_metrics_file(path: Path) -> None:
             "the file system is read-only); name a file in another folder."
         )
     try:
-        is_replaceable = path.read_text(encoding="utf-8").startswith(_FIRST_LINE)
+        is_of_run = path.read_text(encoding="utf-8").startswith(_FIRST_LINE)
     except FileNotFoundError:
         return
     except (OSError, ValueError):
-        is_replaceable = False
-    if not is_replaceable:
+        is_of_run = False
+    if not is_of_run:
         raise ConfigError(
             f"--metrics_file {path} exists and was not written by a run, which would replace it; "
             "move it away, or name another file."
@@ -82,7 +82,7 @@ class PrometheusFile:
                 )
 
     def _format_metrics(self) -> str:
-        """Return the content of the file; of a name such as `loss/web`, the end is a label."""
+        """Return the values in the format of Prometheus; the `web` of `loss/web` is a label."""
         samples_by_metric: dict[str, list[str]] = {}
         for name, value in self._values.items():
             metric, _, part = name.partition("/")
@@ -91,11 +91,11 @@ class PrometheusFile:
             metric = "llm_" + re.sub("[^a-zA-Z0-9_]", "_", metric)
             sample = f"{metric}{{{label_text}}} {_format_value(value)}\n"
             samples_by_metric.setdefault(metric, []).append(sample)
-        blocks = [
+        metric_blocks = [
             f"# TYPE {metric} gauge\n{''.join(samples)}"
             for metric, samples in samples_by_metric.items()
         ]
-        return _FIRST_LINE + "".join(blocks)
+        return _FIRST_LINE + "".join(metric_blocks)
 
 
 def _escape(text: str) -> str:

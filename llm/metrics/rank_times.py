@@ -117,16 +117,20 @@ class SlowRanks:
 
         Args:
             seconds_by_rank: Time of the activity on each rank.
-            min_excess: Seconds above the median below which no rank is slow in this interval, if
-                the activity has fewer.
+            min_excess: Least seconds above the median of a slow rank in this interval; the
+                activity has another minimum.
 
         Returns:
             The ranks to name now, the slowest first.
         """
-        median = median_low(seconds_by_rank)
-        limit = max(_SLOW_RATIO * median, median + self._activity.min_excess, median + min_excess)
+        median_seconds = median_low(seconds_by_rank)
+        slow_threshold = max(
+            _SLOW_RATIO * median_seconds,
+            median_seconds + self._activity.min_excess,
+            median_seconds + min_excess,
+        )
         self._streaks = [
-            streak + 1 if seconds >= limit else 0
+            streak + 1 if seconds >= slow_threshold else 0
             for streak, seconds in zip(self._streaks, seconds_by_rank, strict=True)
         ]
         new_slow_ranks = [
@@ -162,7 +166,7 @@ class RankTimes:
         """Gather the times of a logging interval on the host, and name slow ranks.
 
         Every rank calls it, after it has waited for the device. Of the steps of an interval, each
-        rank sends the fastest to compute, because other programs delay single steps, and the
+        rank sends the fastest to compute, because other programs may delay single steps, and the
         median to wait for data, because after a pause some batches are always read ahead.
 
         Args:
@@ -183,20 +187,22 @@ class RankTimes:
         dist.all_gather(times_by_rank, local_times)
         if self._rank != 0:
             return {}
-        data_by_rank, compute_by_rank = torch.stack(times_by_rank, dim=1).tolist()
+        data_waits_by_rank, compute_times_by_rank = torch.stack(times_by_rank, dim=1).tolist()
         min_excess = _MIN_SHARE_OF_STEP * seconds_per_step
-        metrics = self._compare_ranks(DATA, data_by_rank, step=step, min_excess=min_excess)
+        metrics = self._compare_ranks(DATA, data_waits_by_rank, step=step, min_excess=min_excess)
         if clock is not None:
             metrics |= self._compare_ranks(
-                COMPUTE, compute_by_rank, step=step, min_excess=min_excess
+                COMPUTE, compute_times_by_rank, step=step, min_excess=min_excess
             )
         return metrics
 
-    def compare_saves(self, saves: Iterable[Sequence[float]], *, step: int) -> dict[str, float]:
-        """Name ranks that are slow in several saves.
+    def compare_saves(
+        self, write_times: Iterable[Sequence[float]], *, step: int
+    ) -> dict[str, float]:
+        """Log the ranks that are slow in several saves.
 
         Args:
-            saves: For each save the seconds that each rank has written; a rank with 0, which
+            write_times: For each save the seconds that each rank has written; a rank with 0, which
                 writes nothing, counts as the median of the others.
             step: Steps done.
 
@@ -206,7 +212,7 @@ class RankTimes:
         metrics: dict[str, float] = {}
         if self._rank != 0:
             return metrics
-        for seconds_by_rank in saves:
+        for seconds_by_rank in write_times:
             median = median_low([seconds for seconds in seconds_by_rank if seconds] or [0.0])
             metrics = self._compare_ranks(
                 SAVE, [seconds or median for seconds in seconds_by_rank], step=step
@@ -244,9 +250,11 @@ class RankTimes:
         step: int,
     ) -> None:
         """Log which ranks are slow, and by how much."""
-        names = [f"rank {rank} on {self._hosts[rank]}" for rank in slow_ranks]
+        rank_names = [f"rank {rank} on {self._hosts[rank]}" for rank in slow_ranks]
         times = [_format_time(seconds_by_rank[rank], activity.unit) for rank in slow_ranks]
-        names_with_times = [f"{name} ({time})" for name, time in zip(names, times, strict=True)]
+        names_with_times = [
+            f"{name} ({time})" for name, time in zip(rank_names, times, strict=True)
+        ]
         rank_list = ", ".join(names_with_times[:_MAX_NAMED_RANKS])
         num_unnamed = len(slow_ranks) - _MAX_NAMED_RANKS
         if num_unnamed > 0:
@@ -255,7 +263,7 @@ class RankTimes:
         logger.warning(
             f"{activity.description} takes longer on {rank_list} than on the median rank "
             f"({median_time}), in {_INTERVALS_TO_NAME} {activity.interval}s in a row.",
-            extra=event("slow", step=step, activity=activity.name, ranks=names),
+            extra=event("slow", step=step, activity=activity.name, ranks=rank_names),
         )
 
 

@@ -35,18 +35,18 @@ class WallTime:
     """
 
     def __init__(self) -> None:
-        age = _process_age()
-        self._began_at = time.time() - age
+        process_age = _process_age()
+        self._run_start_time = time.time() - process_age
         self._num_starts = 1
-        self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
-        self._part: Part = "start"
-        self._part_start = time.monotonic() - age
-        self._start_time = self._part_start
+        self._seconds_by_part: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._current_part: Part = "start"
+        self._part_start_time = time.monotonic() - process_age
+        self._start_time = self._part_start_time
         self._path: Path | None = None
         self._num_devices = 1
         self._earlier_device_seconds = 0.0
-        # Seconds and tokens of the parent of a branch; None until training begins.
-        self._inherited: tuple[float, int] | None = None
+        # Training seconds and tokens of the parent of a branch; None until training begins.
+        self._inherited_usage: tuple[float, int] | None = None
         self._repeated_seconds = 0.0
         self._earlier_joules: float | None = 0.0
         self.start_joules: float | None = None
@@ -56,33 +56,33 @@ class WallTime:
         """Continue the account of earlier starts, and write to its file from now on.
 
         Args:
-            path: `goodput.json`; a missing or damaged file begins a new account.
+            path: Path of `goodput.json`; a missing or damaged file begins a new account.
             num_devices: Devices that this start uses.
         """
         self._path, self._num_devices = path, num_devices
-        record = _read_record(path)
-        if record is None:
+        account = _read_account(path)
+        if account is None:
             return
-        seconds_between_starts = max(0.0, self._began_at - record["written"])
-        if not record["is_finished"]:
-            self._seconds["queue"] = seconds_between_starts
-        for part, seconds in record["seconds"].items():
-            self._seconds[part] += seconds
-        # A run that is made longer has not waited for this start since it was finished.
-        self._began_at = record["began"] + (
-            seconds_between_starts if record["is_finished"] else 0.0
+        seconds_between_starts = max(0.0, self._run_start_time - account["written"])
+        if not account["is_finished"]:
+            self._seconds_by_part["queue"] = seconds_between_starts
+        for part, seconds in account["seconds"].items():
+            self._seconds_by_part[part] += seconds
+        # A finished run that is made longer has not waited for this start.
+        self._run_start_time = account["began"] + (
+            seconds_between_starts if account["is_finished"] else 0.0
         )
-        self._num_starts = record["starts"] + 1
-        self._earlier_device_seconds = record["device_seconds"]
-        self._inherited = record["inherited_seconds"], record["inherited_tokens"]
-        self._earlier_joules = record.get("energy_joules")
+        self._num_starts = account["starts"] + 1
+        self._earlier_device_seconds = account["device_seconds"]
+        self._inherited_usage = account["inherited_seconds"], account["inherited_tokens"]
+        self._earlier_joules = account.get("energy_joules")
 
     def switch(self, part: Part) -> Part:
         """Count time as spent on a part from now on, and return the part until now."""
         now = time.monotonic()
-        self._seconds[self._part] += now - self._part_start
-        self._part_start = now
-        previous_part, self._part = self._part, part
+        self._seconds_by_part[self._current_part] += now - self._part_start_time
+        self._part_start_time = now
+        previous_part, self._part = self._current_part, part
         return previous_part
 
     @contextlib.contextmanager
@@ -103,24 +103,24 @@ class WallTime:
             tokens: Tokens up to the checkpoint.
         """
         self.switch("training")
-        if self._inherited is None:
-            self._inherited = seconds, tokens
-        inherited_seconds, _ = self._inherited
-        trained_seconds = self._seconds["training"]
+        if self._inherited_usage is None:
+            self._inherited_usage = seconds, tokens
+        inherited_seconds, _ = self._inherited_usage
+        trained_seconds = self._seconds_by_part["training"]
         self._repeated_seconds = max(0.0, trained_seconds - (seconds - inherited_seconds))
         self.tokens = tokens
 
     def results(self) -> dict[str, float]:
-        """Return where the wall time until now went, under the names in `all_results.json`."""
-        self.switch(self._part)
-        wall_seconds = time.time() - self._began_at
-        training_seconds = self._seconds["training"] - self._repeated_seconds
-        losses = [("repeated", self._repeated_seconds), *self._seconds.items()]
+        """Return how the wall time until now was spent, under the names in `all_results.json`."""
+        self.switch(self._current_part)
+        wall_seconds = time.time() - self._run_start_time
+        training_seconds = self._seconds_by_part["training"] - self._repeated_seconds
+        lost_seconds = [("repeated", self._repeated_seconds), *self._seconds_by_part.items()]
         device_hours = self._device_seconds() / 3600
-        _, inherited_tokens = self._inherited or (0.0, 0)
+        _, inherited_tokens = self._inherited_usage or (0.0, 0)
         num_tokens = self.tokens - inherited_tokens
         joules = self._energy_joules()
-        energy = (
+        energy_metrics = (
             {"energy_joules": joules, "tokens_per_joule": num_tokens / joules} if joules else {}
         )
         return {
@@ -128,10 +128,14 @@ class WallTime:
             "starts": self._num_starts,
             "wall_seconds": wall_seconds,
             "training_seconds": training_seconds,
-            **{f"lost_{part}_seconds": seconds for part, seconds in losses if part != "training"},
+            **{
+                f"lost_{part}_seconds": seconds
+                for part, seconds in lost_seconds
+                if part != "training"
+            },
             "device_hours": device_hours,
             "tokens_per_device_hour": num_tokens / device_hours,
-            **energy,
+            **energy_metrics,
         }
 
     def _device_seconds(self) -> float:
@@ -146,7 +150,7 @@ class WallTime:
         return self._earlier_joules + self.start_joules
 
     def write(self, *, is_finished: bool = False) -> None:
-        """Write the account; on a full disk, the last one stays.
+        """Write the account to its file; on a full disk, the last one stays.
 
         Args:
             is_finished: Whether the results of the run are written.
@@ -154,9 +158,9 @@ class WallTime:
         if self._path is None:
             return
         results = self.results()
-        inherited_seconds, inherited_tokens = self._inherited or (0.0, 0)
-        record = {
-            "began": self._began_at,
+        inherited_seconds, inherited_tokens = self._inherited_usage or (0.0, 0)
+        account = {
+            "began": self._run_start_time,
             "written": time.time(),
             "is_finished": is_finished,
             "starts": self._num_starts,
@@ -164,15 +168,15 @@ class WallTime:
             "inherited_seconds": inherited_seconds,
             "inherited_tokens": inherited_tokens,
             "energy_joules": self._energy_joules(),
-            "seconds": self._seconds,
+            "seconds": self._seconds_by_part,
             "results": results,
         }
         with contextlib.suppress(OSError):  # metrics.jsonl is on the same disk, and warns
-            write_whole(self._path, json.dumps(record, indent=1) + "\n", survives_power_cut=False)
+            write_whole(self._path, json.dumps(account, indent=1) + "\n", survives_power_cut=False)
 
 
 def describe_goodput(results: Mapping[str, float]) -> str:
-    """Return goodput and losses in words: "91.0% of 3.1 h (start 6.2%, saving 2.8%)".
+    """Return goodput and loss_texts as a text: "91.0% of 3.1 h (start 6.2%, saving 2.8%)".
 
     Args:
         results: The result of `WallTime.results`.
@@ -183,17 +187,17 @@ def describe_goodput(results: Mapping[str, float]) -> str:
         for name, value in results.items()
         if name.startswith("lost_")
     }
-    losses = [
+    loss_texts = [
         f"{part} {share:.1%}"
         for part, share in sorted(shares.items(), key=lambda entry: -entry[1])
         if share >= _MIN_SHOWN_SHARE
     ]
     hours = f"{wall_seconds / 3600:.3g} h" if wall_seconds >= 3600 else f"{wall_seconds:.3g} s"
-    return f"{results['goodput']:.1%} of {hours} ({', '.join(losses)})"
+    return f"{results['goodput']:.1%} of {hours} ({', '.join(loss_texts)})"
 
 
 def goodput_rows(results: Mapping[str, float]) -> dict[str, object]:
-    """Return rows about the wall time for the table of the model card."""
+    """Return the rows about wall time and energy in the table of the model card."""
     return {
         "goodput": describe_goodput(results),
         "device hours": results["device_hours"],
@@ -206,18 +210,20 @@ def goodput_rows(results: Mapping[str, float]) -> dict[str, object]:
     }
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
+def _read_account(path: Path) -> dict[str, Any] | None:
     """Return the account that an earlier start has written; None without a valid one."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        numbers = [*(record[name] for name in _FIELDS), *record["seconds"].values()]
-        numbers.append(record.get("energy_joules") or 0.0)
-        has_known_parts = record["seconds"].keys() <= {*get_args(Part)}
-        is_valid = has_known_parts and isinstance(record["is_finished"], bool)
-        is_valid = is_valid and all(math.isfinite(number) for number in numbers)
+        account = json.loads(path.read_text(encoding="utf-8"))
+        numbers = [*(account[name] for name in _FIELDS), *account["seconds"].values()]
+        numbers.append(account.get("energy_joules") or 0.0)
+        has_known_parts = account["seconds"].keys() <= {*get_args(Part)}
+        has_finite_numbers = all(math.isfinite(number) for number in numbers)
+        is_valid = (
+            has_known_parts and isinstance(account["is_finished"], bool) and has_finite_numbers
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return record if is_valid else None
+    return account if is_valid else None
 
 
 def _process_age() -> float:

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llm.errors import os_error_in
+from llm.errors import extract_os_error
 from llm.models.transforms import Transform
 from llm.runtime.files import sync
 from llm.tokenizers.save_tokenizer import save_tokenizer_with_model
@@ -106,7 +106,7 @@ def _save_model(
         _move_into_place(staging_folder, folder)
     except Exception as error:
         # Libraries in Rust raise other errors if a file cannot be written.
-        if (os_error := os_error_in(error, folder)) is not None:
+        if (os_error := extract_os_error(error, folder)) is not None:
             raise os_error from error
         raise
     finally:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check_prepare_config
@@ -212,7 +212,7 @@ def _find_dataset_sources(
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     set_up_logging(rank=0)
-    config = parse(
+    config = parse_options(
         PrepareConfig,
         argv,
         prog="llm-trainers prepare",

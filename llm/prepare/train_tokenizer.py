@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.data.workers import limit_workers, num_cores
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
     set_up_logging(rank=0)
-    options = parse(
+    options = parse_options(
         TrainTokenizerOptions,
         argv,
         prog="llm-trainers tokenizer",

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llm import errors
-from llm.errors import LLMError, ParallelError, PeerLostError, explain_system_error, one_line
+from llm.errors import LLMError, ParallelError, PeerLostError, explain_wrapped_os_error, one_line
 from llm.runtime.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _error_report(error: Exception | None) -> tuple[str, str] | None:
         return None
     if isinstance(error, LLMError):
         return type(error).__name__, str(error)
-    reason = explain_system_error(error) or f"{type(error).__name__}: {one_line(error)}."
+    reason = explain_wrapped_os_error(error) or f"{type(error).__name__}: {one_line(error)}."
     return "ParallelError", f"Rank {_rank()} has failed: {reason}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llm.errors import LLMError, os_error_in
+from llm.errors import LLMError, extract_os_error
 
 _POLL_SECONDS = 0.1  # between two attempts to lock a file
 _FOLDER_SYNC_UNSUPPORTED = (
@@ -75,7 +75,7 @@ def temporary_folder() -> Iterator[Path]:
         except LLMError:
             raise
         except Exception as error:
-            cause = os_error_in(error, description)
+            cause = extract_os_error(error, description)
             if cause is None or not str(cause.filename).startswith((str(folder), description)):
                 raise
             raise OSError(cause.errno, cause.strerror, description) from error

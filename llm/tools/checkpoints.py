@@ -27,7 +27,7 @@ from llm.checkpoint.format import (
 from llm.checkpoint.load import list_checkpoints, read_part_names, read_verified_checkpoint
 from llm.checkpoint.retention import BEST_LINK, is_permanent, list_leftovers
 from llm.checkpoint.run_folder import MODEL_FILE_PATTERN, find_surrounding_run
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
     is_average = [*argv[:1]] == ["average"]
-    options = parse(
+    options = parse_options(
         CheckpointsOptions,
         argv[1:] if is_average else argv,
         prog="llm-trainers checkpoints [average]",

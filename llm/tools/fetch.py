@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from llm.config.command_line import parse, split_config_file
+from llm.config.command_line import parse_options, split_config_file
 from llm.config.options import fields, non_default, option, option_group
 from llm.config.program import program
 from llm.config.shell import shell_line
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     ignore_ranks()
     # The TOML file may have any option of the trainer, more than this program has.
     config_file, arguments = split_config_file(argv)
-    options = parse(
+    options = parse_options(
         FetchOptions,
         arguments,
         prog="llm-trainers fetch",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm.checkpoint.format import MANIFEST
 from llm.checkpoint.load import list_checkpoints, read_verified_checkpoint
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.config.terminal import text_for
@@ -101,7 +101,7 @@ class GenerateOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
-    options = parse(
+    options = parse_options(
         GenerateOptions,
         argv,
         prog="llm-trainers generate",

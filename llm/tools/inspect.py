@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import ConfigError
@@ -87,7 +87,7 @@ class InspectOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
-    options = parse(
+    options = parse_options(
         InspectOptions,
         argv,
         prog="llm-trainers inspect",

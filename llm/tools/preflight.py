@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llm import __version__
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.errors import ParallelError
@@ -69,7 +69,7 @@ class PreflightOptions:
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    options = parse(
+    options = parse_options(
         PreflightOptions,
         argv,
         prog="llm-trainers preflight",

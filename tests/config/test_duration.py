@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.duration import Duration
 from llm.config.options import fields, option
 from llm.config.toml import read_toml, to_toml
@@ -34,7 +34,7 @@ class Options:
 
 
 def read(*words: str) -> Options:
-    return parse(Options, words, prog="train", description="Trains.")
+    return parse_options(Options, words, prog="train", description="Trains.")
 
 
 def read_file(tmp_path, text: str) -> Options:

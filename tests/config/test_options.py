@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from llm.config.command_line import parse, split_config_file
+from llm.config.command_line import parse_options, split_config_file
 from llm.config.options import fields, missing_requirements, option, option_group
 from llm.config.toml import read_toml, to_toml
 from llm.errors import ConfigError
@@ -33,7 +33,7 @@ class Settings:
 
 
 def read(*argv: str) -> Settings:
-    return parse(Settings, argv, prog="program", description="A program.")
+    return parse_options(Settings, argv, prog="program", description="A program.")
 
 
 def test_dashes_and_underscores_mean_the_same():
@@ -256,7 +256,7 @@ def test_the_markdown_page_lists_choices_unless_the_help_does():
 
 def test_the_flag_of_the_positional_option_can_be_left_out():
     def named(*argv: str) -> str | None:
-        return parse(Settings, argv, prog="program", description="", positional="name").name
+        return parse_options(Settings, argv, prog="program", description="", positional="name").name
 
     assert named("wiki") == named("--no_bias", "wiki") == named("--name", "wiki") == "wiki"
     with pytest.raises(ConfigError, match="'two' has no option before it"):
@@ -309,17 +309,17 @@ def test_options_have_the_heading_and_the_resume_rule_of_their_class():
 
 def test_the_usage_names_the_positional_option_and_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
-        parse(
+        parse_options(
             Settings, ["--help"], prog="show", description="", positional="name", example="a --mix"
         )
     text = capsys.readouterr().out
     assert text.startswith("usage: show NAME [--config FILE] [--OPTION VALUE ...]\n")
     assert text.endswith("\nexample:\n  show a --mix\n")
     with pytest.raises(SystemExit):
-        parse(Settings, ["--help"], prog="show", description="", positional="text")
+        parse_options(Settings, ["--help"], prog="show", description="", positional="text")
     assert capsys.readouterr().out.startswith("usage: show TEXT ... [--config FILE]")
     with pytest.raises(SystemExit):
-        parse(Settings, ["--help"], prog="show", description="", usage="WORD -- REST")
+        parse_options(Settings, ["--help"], prog="show", description="", usage="WORD -- REST")
     assert capsys.readouterr().out.startswith("usage: show WORD -- REST\n")
 
 
@@ -338,7 +338,7 @@ def test_an_option_that_is_declared_twice_is_refused_with_both_classes(argv):
         pass
 
     with pytest.raises(ConfigError) as caught:
-        parse(Settings, argv, prog="", description="")
+        parse_options(Settings, argv, prog="", description="")
 
     assert str(caught.value) == (
         "The option size of Core is declared again by More; give it another name there."
@@ -378,12 +378,12 @@ def test_classes_that_are_put_together_can_each_add_choices(capsys):
         SHAPES = ("flat",)
         depth: int = option(1, "Depth.", common=True)
 
-    assert parse(More, ["--shape", "flat"], prog="", description="").shape == "flat"
+    assert parse_options(More, ["--shape", "flat"], prog="", description="").shape == "flat"
     assert "Shape. One of `round`, `square`, `flat`." in option_list(More)
     with pytest.raises(ConfigError, match="--shape expects one of round, square, not 'flat'"):
-        parse(Core, ["--shape", "flat"], prog="", description="")
+        parse_options(Core, ["--shape", "flat"], prog="", description="")
     with pytest.raises(SystemExit):
-        parse(More, ["--help"], prog="", description="")
+        parse_options(More, ["--help"], prog="", description="")
     shown = capsys.readouterr().out
     assert "--depth" in shown
     assert "--size" not in shown

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llm.config import other_trainers
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import fields
 from llm.config.toml import read_toml
 from llm.errors import ConfigError
@@ -36,7 +36,7 @@ PROGRAMS = (
 
 def refusal(*words: str, cls: type = GPTConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse(cls, words, prog="program", description="")
+        parse_options(cls, words, prog="program", description="")
     return str(caught.value)
 
 
@@ -166,7 +166,7 @@ def test_every_answer_is_an_option_with_a_value_that_it_takes(table):
         fixed = [value for value in values if not value.isupper()]
         if fixed:
             field = next(f for f in fields(GPTConfig) if option in f.names)
-            made = parse(GPTConfig, [f"--{option}", *fixed], prog="", description="")
+            made = parse_options(GPTConfig, [f"--{option}", *fixed], prog="", description="")
             value = getattr(made, field.name)
             assert fixed[0] in (value if field.is_list else (value,)), name
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.duration import Tokens
 from llm.config.options import option, path_options
 from llm.config.toml import read_toml, to_toml
@@ -28,7 +28,7 @@ class House:
 def read(folder: Path, text: str, *words: str) -> House:
     file = folder / "house.toml"
     file.write_text(text)
-    return parse(House, ["--config", str(file), *words], prog="house", description="")
+    return parse_options(House, ["--config", str(file), *words], prog="house", description="")
 
 
 TEXT = """
@@ -66,7 +66,7 @@ def test_as_a_flag_tables_can_only_be_left_out(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"--rooms expects a list, each item a table \[\[ro"):
         read(tmp_path, TEXT, "--rooms", "c")
     with pytest.raises(SystemExit):
-        parse(House, ["--help"], prog="house", description="")
+        parse_options(House, ["--help"], prog="house", description="")
     assert "--rooms none " in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.duration import Tokens
 from llm.config.options import option
 from llm.config.toml import read_toml, to_toml
@@ -17,7 +17,7 @@ class Options:
 
 
 def read(*words: str) -> Options:
-    return parse(Options, words, prog="train", description="Trains.")
+    return parse_options(Options, words, prog="train", description="Trains.")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ IN_AN_EVALUATION = [("llm.parallel.base:AcceleratedStrategy.evaluate", (1, 9), N
 # The rank waits for the process that writes the token files.
 WHILE_TOKENISING = [("llm.data.text_to_tokens:run_text_job", (1, 1), None)] * 3
 AT_THE_EDGES = [
-    ("llm.trainers.gpt.train:make_tracker", (1, 1), None),
+    ("llm.trainers.gpt.train:make_reporter", (1, 1), None),
     ("llm.trainers.gpt.results:export_trained_model", (1, 1), 0),
 ]
 IN_A_STEP = [("llm.trainers.gpt.loop:Trainer.train_step", (1, STEPS - 6), None)] * 6

@@ -40,10 +40,10 @@ PLACES = [
     (f"{SAVE}:prune_checkpoints", 2, 0),
     (f"{STAGING}:StagingFolder.remove", 4, 1),
     (f"{STAGING}:StagingFolder.close", 1, 1),
-    (f"{SAVE}:remove_record", 1, 0),
+    (f"{SAVE}:remove_staging_record", 1, 0),
 ]
 AGAIN = [
-    f"{STAGING}:_find_parts",
+    f"{STAGING}:_find_local_parts",
     f"{STAGING}:copy_staged_files",
     f"{STAGING}:commit_checkpoint",
     f"{STAGING}:_remove_abandoned",
@@ -91,7 +91,7 @@ def test_a_killed_run_resumes_to_the_same_bits(bench, straight, staging, place):
 @pytest.mark.parametrize("at", AGAIN)
 def test_a_kill_during_the_completion_is_completed_by_the_next_start(bench, straight, staging, at):
     first = Fault(at=f"{SAVE}:copy_staged_files", what="SIGKILL", call=2, rank=1)
-    rank = 1 if at.endswith(("_find_parts", "_remove_abandoned")) else 0
+    rank = 1 if at.endswith(("_find_local_parts", "_remove_abandoned")) else 0
     second = Fault(at=at, what="SIGKILL", rank=rank)
 
     run = kill_and_go_on(bench, f"again-{at}", [first, second], together=True, **staging)

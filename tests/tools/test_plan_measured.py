@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.data.loader import MicroBatch
 from llm.models.build import build_model
 from llm.models.configuration import load_config
@@ -33,7 +33,7 @@ MODEL = (
 
 
 def options_of(words: str) -> PlanOptions:
-    return parse(PlanOptions, words.split(), prog="", description="")
+    return parse_options(PlanOptions, words.split(), prog="", description="")
 
 
 def measure(words: str) -> int:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.duration import Duration
 from llm.config.options import common_options, fields
 from llm.config.toml import read_toml, to_toml
@@ -414,7 +414,7 @@ def test_every_option_is_read_somewhere():
 
 def help_of(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        parse(GPTConfig, words, prog="gpt", description="")
+        parse_options(GPTConfig, words, prog="gpt", description="")
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -439,9 +439,9 @@ def test_help_on_a_subject_shows_its_options_and_names_the_other_subjects(capsys
     assert "--kfac_damping" in shown
     assert "--train_file" not in shown
     with pytest.raises(ConfigError, match=r"--help pizza: .* model, speed, tokenizer"):
-        parse(GPTConfig, ["--help", "pizza"], prog="gpt", description="")
+        parse_options(GPTConfig, ["--help", "pizza"], prog="gpt", description="")
     with pytest.raises(ConfigError, match="There is no option --hkfac"):
-        parse(GPTConfig, ["-hkfac"], prog="gpt", description="")
+        parse_options(GPTConfig, ["-hkfac"], prog="gpt", description="")
 
 
 def test_help_and_refusals_import_no_torch():
@@ -466,6 +466,6 @@ def test_none_empties_a_list_of_the_file_and_stands_alone(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('data_path = ["a"]\nlearning_rate = 0.1\n')
     words = ["--config", str(file), "--data_path"]
-    assert parse(GPTConfig, [*words, "none"], prog="gpt", description="").data_path == ()
+    assert parse_options(GPTConfig, [*words, "none"], prog="gpt", description="").data_path == ()
     with pytest.raises(ConfigError, match="--data_path none stands alone"):
-        parse(GPTConfig, [*words, "none", "b"], prog="gpt", description="")
+        parse_options(GPTConfig, [*words, "none", "b"], prog="gpt", description="")

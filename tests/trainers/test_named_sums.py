@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm.metrics.meter import Meter
-from llm.metrics.tracker import Tracker
+from llm.metrics.reporter import MetricsReporter
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
 from llm.optim.run_optimizer import OptimizerFactory
@@ -69,7 +69,7 @@ def test_a_new_sum_is_added_up_over_micro_batches_ranks_and_a_resume(ranks, size
 
 def test_any_name_is_written_into_the_log_and_metrics(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="llm")
-    tracker = Tracker(
+    tracker = MetricsReporter(
         metrics_path=tmp_path / "metrics.jsonl",
         log_to_trackers=lambda values, step: None,
         device=torch.device("cpu"),

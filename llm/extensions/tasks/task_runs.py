@@ -3,7 +3,7 @@
 import logging
 
 from llm.extensions.tasks.tasks import Tasks
-from llm.metrics.tracker import task_values
+from llm.metrics.reporter import task_values
 from llm.runtime.logging import event
 from llm.trainers.gpt.seams import LoopContext, LoopExtension, Periodic
 

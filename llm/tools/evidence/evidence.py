@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.program import program
 from llm.errors import ConfigError, ParallelError, one_line
 from llm.runtime.process_settings import raise_file_limit
@@ -57,7 +57,7 @@ _DESCRIBE_MACHINE = "from llm.tools.evidence.machine import print_process; print
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    options = parse(
+    options = parse_options(
         EvidenceOptions,
         argv,
         prog="llm-trainers evidence",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from llm.config.command_line import option_name, parse
+from llm.config.command_line import option_name, parse_options
 from llm.config.program import program
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
@@ -115,7 +115,7 @@ def _parse_options(command: Sequence[str], *, is_sweep: bool) -> JobOptions:
             "--sweep is now a program with a table of the results: write llm-trainers jobs sweep "
             "SCHEDULER -- --output_dir FOLDER --grid OPTION=A,B -- TRAINER OPTIONS."
         )
-    return parse(
+    return parse_options(
         JobOptions,
         command,
         prog="llm-trainers jobs sweep" if is_sweep else "llm-trainers jobs",

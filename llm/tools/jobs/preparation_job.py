@@ -8,7 +8,7 @@ when the script is written.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check_prepare_config
@@ -56,7 +56,7 @@ def write_preparation_job(argv: Sequence[str]) -> int:
 
 def _parse_options(command: Sequence[str]) -> PreparationJobOptions:
     """Read the options of the job, which stand before `--`."""
-    return parse(
+    return parse_options(
         PreparationJobOptions,
         command,
         prog="llm-trainers jobs prepare",
@@ -77,7 +77,7 @@ def _parse_prepare_options(arguments: Sequence[str]) -> PrepareConfig:
     """
     if not arguments:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
-    config = parse(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
+    config = parse_options(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
     check_prepare_config(config)
     return config
 

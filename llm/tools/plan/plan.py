@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.world import ignore_ranks
@@ -58,7 +58,7 @@ def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool, float | N
 
 
 def _parse_options(arguments: Sequence[str]) -> PlanOptions:
-    options = parse(
+    options = parse_options(
         PlanOptions,
         arguments,
         prog="llm-trainers plan",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.options import option, option_group
 from llm.config.program import program
 from llm.config.shell import shell_line
@@ -54,7 +54,7 @@ class ReportOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
     ignore_ranks()
-    options = parse(
+    options = parse_options(
         ReportOptions,
         argv,
         prog="llm-trainers report",

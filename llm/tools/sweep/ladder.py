@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from llm.config.command_line import parse
+from llm.config.command_line import parse_options
 from llm.config.duration import Duration, Tokens
 from llm.config.options import format_default
 from llm.errors import ConfigError
@@ -200,7 +200,7 @@ def _read_user_options(arguments: Sequence[str]) -> dict[str, Any]:
         user_options.update(values)
         return {}
 
-    parse(GPTConfig, arguments, prog="llm-trainers train", description="", inherit=record)
+    parse_options(GPTConfig, arguments, prog="llm-trainers train", description="", inherit=record)
     return user_options
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llm.config.command_line import option_name, parse
+from llm.config.command_line import option_name, parse_options
 from llm.config.options import missing_requirements
 from llm.config.program import program
 from llm.errors import ConfigError
@@ -102,7 +102,7 @@ def parse_sweep(argv: Sequence[str]) -> tuple[SweepOptions, list[str]]:
             "--grid is given twice; list all options after one, as in "
             "--grid learning_rate=1e-4,3e-4 seed=1,2."
         )
-    options = parse(
+    options = parse_options(
         SweepOptions,
         arguments[:separator],
         prog="llm-trainers sweep",

@@ -14,7 +14,7 @@ from llm.errors import DivergedError
 from llm.metrics.energy import EnergyCounter
 from llm.metrics.meter import Meter
 from llm.metrics.rank_times import RankTimes
-from llm.metrics.tracker import Tracker
+from llm.metrics.reporter import MetricsReporter
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.health import Health
 from llm.runtime.logging import event
@@ -39,7 +39,7 @@ class Trainer:
         strategy: Forward, backward and optimizer step, on any layout.
         health: Receives a heartbeat after each step and before long operations.
         interruption: Says after each step whether training should stop.
-        tracker: Reports metrics.
+        reporter: Reports metrics.
         rank_times: Compares the times of the ranks; None with one rank.
         evaluate: Evaluates on all ranks; None without validation data.
         sample: Logs a text sample after a step, or without a step at the end; all ranks call it.
@@ -62,7 +62,7 @@ class Trainer:
         *,
         health: Health,
         interruption: Interruption,
-        tracker: Tracker,
+        reporter: MetricsReporter,
         rank_times: RankTimes | None,
         evaluate: Callable[[], dict[str, float]] | None,
         sample: Callable[[int | None], None],
@@ -81,7 +81,7 @@ class Trainer:
             with_sources=run.config.log_source_losses,
             skipped=run.skipped,
         )
-        self.health, self.interruption, self.tracker = health, interruption, tracker
+        self.health, self.interruption, self.reporter = health, interruption, reporter
         self.evaluate, self.sample = evaluate, sample
         self.extensions = extensions
         self.state = TrainState()
@@ -99,7 +99,7 @@ class Trainer:
             owner_ranks=strategy.owner_ranks,
             extra_files=model_files,
             blocking_paths=strategy.copied_first(),
-            flush_metrics=tracker.flush,
+            flush_metrics=reporter.flush,
         )
         save_minutes = run.config.checkpointing_minutes
         self.saves_checkpoints = run.config.save_interval is not None or save_minutes is not None
@@ -133,7 +133,7 @@ class Trainer:
     def fit(self) -> Literal["finished", "preempted"]:
         """Train to the last step or a request to stop, then save everything."""
         state = self.state
-        self.tracker.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
+        self.reporter.start(step=state.step, tokens=state.tokens, seconds=state.seconds)
         self.count_energy()
         self.last_eval_step, self.last_eval_seconds = state.step, state.seconds
         if state.step:
@@ -160,14 +160,14 @@ class Trainer:
 
     def add_data_wait(self, seconds: float) -> None:
         """Count the time that this rank has waited for a batch."""
-        self.tracker.add_data_wait(seconds)
+        self.reporter.add_data_wait(seconds)
         if self.rank_times is not None:
             self.rank_times.add_data_wait(seconds)
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete."""
         self.health.heartbeat(step=self.state.step, phase="save")
-        with self.tracker.wall_time.spent_on("saving"):
+        with self.reporter.wall_time.spent_on("saving"):
             self.saver.finish(is_final=True)
         if self.rank_times is not None:
             self.compare_saves(self.rank_times)
@@ -178,7 +178,7 @@ class Trainer:
         state = self.state
         is_evaluation_due = self.is_due(self.eval_interval, includes_last_step=True)
         # On a request to stop, the first step ends the run.
-        with self.tracker.paused("evaluation"), self.stoppable():
+        with self.reporter.paused("evaluation"), self.stoppable():
             if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
                 self.run_evaluation()
             for periodic in self.find_due_periodic_work():
@@ -215,7 +215,7 @@ class Trainer:
             grad_norm=grad_norm,
             skipped=skipped,
         )
-        self.tracker.advance_bar(self.state.step)
+        self.reporter.advance_bar(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
         """Log, evaluate and save if due after a step, and act on a request to stop."""
@@ -230,15 +230,15 @@ class Trainer:
         should_save = should_stop or is_save_due or self.is_save_step()
         should_evaluate = self.is_due(self.eval_interval, includes_last_step=True)
         should_evaluate = should_evaluate or (should_save and config.save_top_k > 0)
-        self.state.seconds = self.tracker.seconds()
-        with self.tracker.paused("evaluation"):
+        self.state.seconds = self.reporter.seconds()
+        with self.reporter.paused("evaluation"):
             eval_loss = None
             # On a request to stop, there may be only seconds left; evaluate after resuming.
             if not should_stop:
                 eval_loss = self.evaluate_and_sample(should_evaluate=should_evaluate)
             should_stop = should_stop or self.is_stopped
             if should_save or should_stop:
-                with self.tracker.wall_time.spent_on("saving"):
+                with self.reporter.wall_time.spent_on("saving"):
                     self.save_checkpoint(eval_loss)
             self.health.heartbeat(step=step, phase="step")
         return "preempted" if should_stop else "training"
@@ -338,7 +338,7 @@ class Trainer:
         self.report_steps()
         rank_times = {} if self.rank_times is None else self.compare_ranks(self.rank_times)
         self.count_energy()
-        self.tracker.log_training(
+        self.reporter.log_training(
             values,
             extension_values=[metrics for metrics, _ in extension_metrics],
             step=state.step,
@@ -354,13 +354,13 @@ class Trainer:
 
     def count_energy(self) -> None:
         """Account for the energy that the devices of all ranks have used; every rank calls it."""
-        self.tracker.wall_time.start_joules = self.energy.total_joules()
+        self.reporter.wall_time.start_joules = self.energy.total_joules()
 
     def compare_ranks(self, rank_times: RankTimes) -> dict[str, float]:
         """Name slow ranks, and return the numbers of the interval for `metrics.jsonl`."""
         step = self.state.step
         metrics = rank_times.compare_interval(
-            seconds_per_step=self.tracker.seconds_per_step(step), step=step
+            seconds_per_step=self.reporter.seconds_per_step(step), step=step
         )
         return metrics | self.compare_saves(rank_times)
 
@@ -427,8 +427,8 @@ class Trainer:
         """Evaluate, report the results, and return the validation loss."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         self.results = self.evaluate_weights()
-        self.tracker.log_evaluation(
-            self.results, step=self.state.step, training=self.pop_train_stats()
+        self.reporter.log_evaluation(
+            self.results, step=self.state.step, training_columns=self.pop_train_stats()
         )
         self.state.evaluated_at = self.state.step
         loss = self.results["loss"]
@@ -451,7 +451,7 @@ class Trainer:
         """Do the work of an extension, and report its values."""
         self.health.heartbeat(step=self.state.step, phase="evaluation")
         if values := periodic.run(self.state.step):
-            self.tracker.write_extension_values(values, step=self.state.step)
+            self.reporter.write_extension_values(values, step=self.state.step)
         self.state.last_periodic_steps[periodic.name] = self.state.step
 
     def evaluate_weights(self) -> dict[str, float]:

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm.config.command_line import parse, split_config_file
-from llm.config.terminal import accept_any_text, flush_output
-from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError, explain_system_error
+from llm.config.command_line import parse_options, split_config_file
+from llm.config.terminal import escape_unencodable_output, flush_output
+from llm.errors import ConfigError, LLMError, ParallelError, PeerLostError, explain_wrapped_os_error
 from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
@@ -49,7 +49,7 @@ logger = logging.getLogger("llm")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
-    accept_any_text()
+    escape_unencodable_output()
     try:
         return _run_and_log_errors(argv)
     finally:
@@ -81,7 +81,7 @@ def _run_and_log_errors(argv: Sequence[str] | None) -> int:
         logger.error("Interrupted before training began.")
         return 130
     except Exception as error:
-        sentence = explain_system_error(error)
+        sentence = explain_wrapped_os_error(error)
         if sentence is None:  # with its stack, in the run's log and on the console
             logger.exception("The run failed.")
             return 1
@@ -110,7 +110,7 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
     from llm.trainers.gpt.extensions import GPTConfig
     from llm.trainers.gpt.recorded_config import read_inherited_options
 
-    config = parse(
+    config = parse_options(
         GPTConfig,
         argv,
         prog="llm-trainers train",

@@ -9,6 +9,7 @@ from typing import Any
 from llm.checkpoint.format import Checkpoint
 from llm.config import options
 from llm.config.duration import Duration, Tokens
+from llm.config.unit_aliases import join_unit_aliases
 from llm.errors import CheckpointError, ConfigError
 from llm.optim.schedule import is_constant
 from llm.trainers.gpt.config import CoreConfig
@@ -211,7 +212,7 @@ def _read_recorded_options(config: CoreConfig, checkpoint: Checkpoint, kind: str
         if name not in removed_values or value != removed_values[name]
     }
     try:
-        return options.join_unit_aliases(type(config), recorded)
+        return join_unit_aliases(type(config), recorded)
     except ConfigError as error:
         raise CheckpointError(
             f"{checkpoint.path} is damaged: {error} Name another checkpoint."

@@ -16,7 +16,7 @@ from llm.config.options import fields, non_default
 from llm.config.shell import shell_line
 from llm.config.toml import values_as_toml
 from llm.errors import ConfigError, one_line
-from llm.metrics.tracker import task_values
+from llm.metrics.reporter import task_values
 from llm.metrics.wall_time import goodput_rows
 from llm.models.model_card import Card, mixture_rows
 from llm.models.sizes import parameter_counts
@@ -54,7 +54,7 @@ def write_results(
     if trainer.strategy.rank != 0:
         return
     results = _collect_results(trainer, task_results)
-    goodput = trainer.tracker.wall_time.results()
+    goodput = trainer.reporter.wall_time.results()
     run, folder = trainer.run, trainer.run.folder.path
     card = make_card(
         run.config,
@@ -67,7 +67,7 @@ def write_results(
     )
     export_trained_model(run.config, model, run.tokenizer, state_dict, folder=folder, card=card)
     write_whole(folder / "all_results.json", json.dumps(results | goodput, indent=1) + "\n")
-    trainer.tracker.wall_time.write(is_finished=True)
+    trainer.reporter.wall_time.write(is_finished=True)
 
 
 def _collect_results(

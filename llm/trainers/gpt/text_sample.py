@@ -60,5 +60,5 @@ def _add_to_tensorboard(strategy: AcceleratedStrategy, text: str, step: int) -> 
     """Add the text of a step to TensorBoard, if it is one of the trackers."""
     for tracker in strategy.accelerator.trackers:
         if tracker.name == "tensorboard":
-            with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
+            with contextlib.suppress(Exception):  # `MetricsReporter.write` warns of a full disk
                 tracker.writer.add_text("sample", f"```\n{text}\n```", step)

@@ -17,7 +17,7 @@ from llm.config.toml import to_toml
 from llm.errors import ConfigError, one_line
 from llm.metrics.hardware import device_peak_flops
 from llm.metrics.prometheus import PrometheusFile
-from llm.metrics.tracker import Tracker
+from llm.metrics.reporter import MetricsReporter
 from llm.models.sizes import flops_per_token
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.files import write_whole
@@ -27,11 +27,11 @@ from llm.trainers.gpt.training_run import TrainingRun
 _DEFAULT_PROJECT = "llm"
 
 
-def make_tracker(
+def make_reporter(
     run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
-) -> Tracker:
-    """Return the run's Tracker; it reports to the trackers that are open by then."""
-    return Tracker(
+) -> MetricsReporter:
+    """Return the run's MetricsReporter; it reports to the trackers that are open by then."""
+    return MetricsReporter(
         metrics_path=run.folder.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: strategy.accelerator.log(values, step=step),
         device=strategy.device,
@@ -176,5 +176,5 @@ def drop_tensorboard_points(strategy: AcceleratedStrategy, *, step: int) -> None
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
             start = SessionLog(status=SessionLog.START)
-            with contextlib.suppress(Exception):  # `Tracker.write` warns of a full disk
+            with contextlib.suppress(Exception):  # `MetricsReporter.write` warns of a full disk
                 tracker.writer.file_writer.add_event(Event(step=step + 1, session_log=start))

@@ -20,7 +20,7 @@ from llm.checkpoint.retention import prune_checkpoints
 from llm.config.toml import to_toml
 from llm.errors import LLMError, PeerLostError, RestartError
 from llm.metrics.rank_times import ComputeClock, RankTimes
-from llm.metrics.tracker import task_values
+from llm.metrics.reporter import task_values
 from llm.metrics.wall_time import WallTime
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather, is_shared, on_all_ranks, on_rank0
@@ -52,7 +52,7 @@ from llm.trainers.gpt.text_sample import log_sample
 from llm.trainers.gpt.trackers import (
     connect_trackers,
     drop_tensorboard_points,
-    make_tracker,
+    make_reporter,
     open_tensorboard,
     save_wandb_run_id,
 )
@@ -108,7 +108,7 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
             logger.info(f"initialized in {time.perf_counter() - start_time:.1f} s")
             with explain_out_of_memory(run.config, run.world):  # with the size that `auto` found
                 outcome = fit_with_restarts(trainer)
-            trainer.tracker.close()
+            trainer.reporter.close()
             if outcome == "preempted":
                 log_preempted(trainer)
             else:
@@ -137,7 +137,7 @@ def make_trainer(
     model_files = on_all_ranks(
         lambda: collect_model_files(run, model) if strategy.rank == 0 else {}
     )
-    tracker = make_tracker(run, strategy, model)
+    reporter = make_reporter(run, strategy, model)
 
     def on_batch() -> None:
         trainer.continue_or_stop_evaluation()
@@ -147,7 +147,7 @@ def make_trainer(
         strategy,
         health=health,
         interruption=interruption,
-        tracker=tracker,
+        reporter=reporter,
         rank_times=_make_rank_times(strategy) if strategy.world_size > 1 else None,
         evaluate=make_evaluator(run, strategy, on_batch=on_batch),
         sample=partial(
@@ -159,7 +159,7 @@ def make_trainer(
         ),
         model_files=model_files,
         extensions=make_loop_extensions(
-            LoopContext(run, strategy, model, keep_alive=on_batch, paused=tracker.paused)
+            LoopContext(run, strategy, model, keep_alive=on_batch, paused=reporter.paused)
         ),
     )
     return trainer
@@ -182,7 +182,7 @@ def start_run(trainer: Trainer, model: PreTrainedModel) -> None:
     load_start_checkpoint(trainer)
     on_all_ranks(lambda: connect_trackers(run, strategy))
     # From here on, no rank refuses the run.
-    on_all_ranks(lambda: open_run_folder(run, strategy, trainer.tracker.wall_time))
+    on_all_ranks(lambda: open_run_folder(run, strategy, trainer.reporter.wall_time))
     trainer.saver.open_staging()
     log_start(run, strategy, model)
     for extension in trainer.extensions:
@@ -298,8 +298,8 @@ def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: Restart
         f"{first_sample:,} to {end_sample - 1:,}.",
         extra=event("rewind", step=checkpoint.step, skip_samples=f"{first_sample}:{end_sample}"),
     )
-    trainer.tracker.close()
-    trainer.tracker.wall_time.switch("start")
+    trainer.reporter.close()
+    trainer.reporter.wall_time.switch("start")
     run = trainer.run = replace(trainer.run, resume_from=checkpoint, skipped=skipped)
     load_start_checkpoint(trainer)
     supersede_later_checkpoints(trainer)

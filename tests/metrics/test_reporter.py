@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from llm.errors import ConfigError
 from llm.metrics.meter import Meter
-from llm.metrics.tracker import Tracker, format_step_line
+from llm.metrics.reporter import MetricsReporter, format_step_line
 from tests.support.meters import all_reduce
 
 CPU = torch.device("cpu")
@@ -128,8 +128,8 @@ def test_only_rank_0_loads_the_saved_loss():
     assert float(second.num_tokens) == 4.0
 
 
-def make_tracker(path, seen, *, peak_flops=1e15):
-    return Tracker(
+def make_reporter(path, seen, *, peak_flops=1e15):
+    return MetricsReporter(
         metrics_path=path,
         log_to_trackers=lambda values, step: seen.append((step, values)),
         device=CPU,
@@ -146,12 +146,12 @@ def test_trackers_that_cannot_write_are_left_out_and_metrics_continue(tmp_path, 
     def fail(values, step):
         raise error
 
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker._log_to_trackers = fail
-    tracker.start(step=0, tokens=0, seconds=0)
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter._log_to_trackers = fail
+    reporter.start(step=0, tokens=0, seconds=0)
     for step in (1, 2):
-        tracker.write({"loss": 1.0}, step=step)
-    tracker.close()
+        reporter.write({"loss": 1.0}, step=step)
+    reporter.close()
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert caplog.text.count("The trackers get no more points") == 1
@@ -174,13 +174,13 @@ class Terminal(io.StringIO):
 def test_a_progress_bar_that_cannot_be_drawn_is_given_up(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker.start(step=0, tokens=0, seconds=0)
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter.start(step=0, tokens=0, seconds=0)
     terminal.is_open = False
 
-    tracker.advance_bar(10)
-    log(tracker, 10)
-    tracker.close()
+    reporter.advance_bar(10)
+    log(reporter, 10)
+    reporter.close()
 
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [10]
     saving = threading.Thread(target=tqdm.write, args=("Saved.", io.StringIO()), daemon=True)
@@ -190,12 +190,12 @@ def test_a_progress_bar_that_cannot_be_drawn_is_given_up(tmp_path, monkeypatch):
 
 
 def log(
-    tracker: Tracker,
+    reporter: MetricsReporter,
     step: int,
     extension_values: Sequence[dict[str, float]] = (),
     **optimizer: torch.Tensor,
 ) -> None:
-    tracker.log_training(
+    reporter.log_training(
         {"loss": math.nan, "grad_norm": 1.0, "skipped_steps": 0.0, "nan_steps": 0.0},
         extension_values=extension_values,
         step=step,
@@ -210,27 +210,27 @@ def log(
 
 @pytest.mark.parametrize("name", ["loss", "step", "samples", "memory", "mfu", "kfac_damping"])
 def test_a_value_with_the_name_of_another_value_is_refused(name, tmp_path):
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker.start(step=0, tokens=0, seconds=0)
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter.start(step=0, tokens=0, seconds=0)
     with pytest.raises(ConfigError, match=rf"^An extension returns the value {name}, which"):
-        log(tracker, 10, [{name: 0.5}], kfac_damping=torch.ones(()))
+        log(reporter, 10, [{name: 0.5}], kfac_damping=torch.ones(()))
     with pytest.raises(ConfigError, match=r"^An extension returns the value penalty, which"):
-        log(tracker, 10, [{"penalty": 0.5}, {"penalty": 0.5}])
-    tracker.close()
+        log(reporter, 10, [{"penalty": 0.5}, {"penalty": 0.5}])
+    reporter.close()
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
 def test_no_value_of_an_interval_is_written_by_other_work(tmp_path):
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker.start(step=0, tokens=0, seconds=0)
-    log(tracker, 10)
-    tracker.write_extension_values({"penalty": 0.5}, step=10)
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter.start(step=0, tokens=0, seconds=0)
+    log(reporter, 10)
+    reporter.write_extension_values({"penalty": 0.5}, step=10)
     interval, work = lines_of(tmp_path / "metrics.jsonl")
     assert work == {"step": 10, "penalty": 0.5}
     for name in interval:
         with pytest.raises(ConfigError, match=f"the value {name}, which"):
-            tracker.write_extension_values({name: 0.5}, step=10)
-    tracker.close()
+            reporter.write_extension_values({name: 0.5}, step=10)
+    reporter.close()
 
 
 def lines_of(path):
@@ -239,12 +239,12 @@ def lines_of(path):
 
 def test_training_and_evaluation_of_a_step_have_a_line_each(tmp_path):
     seen = []
-    tracker = make_tracker(tmp_path / "metrics.jsonl", seen)
-    tracker.start(step=0, tokens=0, seconds=5.0)
-    log(tracker, 5, kfac_condition=torch.tensor(9.0))
+    reporter = make_reporter(tmp_path / "metrics.jsonl", seen)
+    reporter.start(step=0, tokens=0, seconds=5.0)
+    log(reporter, 5, kfac_condition=torch.tensor(9.0))
     (training,) = lines_of(tmp_path / "metrics.jsonl")  # before it is known of an evaluation
-    tracker.log_evaluation({"loss": 2.0, "perplexity": math.inf, "loss/wiki": 3.0}, step=5)
-    tracker.close()
+    reporter.log_evaluation({"loss": 2.0, "perplexity": math.inf, "loss/wiki": 3.0}, step=5)
+    reporter.close()
 
     assert lines_of(tmp_path / "metrics.jsonl") == [
         training,
@@ -264,13 +264,13 @@ def test_training_and_evaluation_of_a_step_have_a_line_each(tmp_path):
 def test_paused_time_is_not_training_time(tmp_path, monkeypatch):
     # Started; paused; paused to find the peak; reported at 140; paused for 10 s to write that.
     clock = iter([0.0, 10.0, 110.0, 115.0, 135.0, 140.0, 140.0, 150.0])
-    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 170.0))
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [])
-    tracker.start(step=0, tokens=0, seconds=5.0)
-    with tracker.paused():
+    monkeypatch.setattr("llm.metrics.reporter.time.perf_counter", lambda: next(clock, 170.0))
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter.start(step=0, tokens=0, seconds=5.0)
+    with reporter.paused():
         pass
-    log(tracker, 2)
-    log(tracker, 3)
+    log(reporter, 2)
+    log(reporter, 3)
     first, second = lines_of(tmp_path / "metrics.jsonl")
     assert first["tokens_per_second"] == 2000 / 20
     assert first["ms_per_step"] == 10_000
@@ -281,11 +281,11 @@ def test_a_step_that_is_faster_than_the_peak_has_no_mfu(tmp_path, monkeypatch, c
     caplog.set_level(logging.INFO, logger="llm")
     # Started; the peak looked for; reported after 2 s, 1 s and 4 s, each 1000 tokens a step later.
     clock = iter([0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 7.0])
-    monkeypatch.setattr("llm.metrics.tracker.time.perf_counter", lambda: next(clock, 7.0))
-    tracker = make_tracker(tmp_path / "metrics.jsonl", [], peak_flops=0.8e9)
-    tracker.start(step=0, tokens=0, seconds=0.0)
+    monkeypatch.setattr("llm.metrics.reporter.time.perf_counter", lambda: next(clock, 7.0))
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [], peak_flops=0.8e9)
+    reporter.start(step=0, tokens=0, seconds=0.0)
     for step in (1, 2, 3):
-        log(tracker, step)
+        log(reporter, step)
     # 0.5, 1 and 0.25 GFLOP/s
     mfu = [line.get("mfu") for line in lines_of(tmp_path / "metrics.jsonl")]
     assert mfu == [0.5 / 0.8, None, 0.25 / 0.8]
@@ -351,9 +351,9 @@ def test_a_duration_is_in_minutes_hours_or_days():
 
 
 def test_other_ranks_write_no_metrics(tmp_path):
-    tracker = make_tracker(None, [])
-    tracker.start(step=0, tokens=0, seconds=5.0)
-    log(tracker, 1)
+    reporter = make_reporter(None, [])
+    reporter.start(step=0, tokens=0, seconds=5.0)
+    log(reporter, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -371,12 +371,12 @@ def test_an_evaluation_is_reported_once_however_often_it_is_made(tmp_path, repor
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in reported + LATER))
     seen = []
-    tracker = make_tracker(path, seen)
+    reporter = make_reporter(path, seen)
 
-    tracker.start(step=3, tokens=0, seconds=0.0)
-    tracker.log_evaluation({"loss": 7.0}, step=3)
-    tracker.log_evaluation({"loss": 1.25}, step=4)
-    tracker.close()
+    reporter.start(step=3, tokens=0, seconds=0.0)
+    reporter.log_evaluation({"loss": 7.0}, step=3)
+    reporter.log_evaluation({"loss": 1.25}, step=4)
+    reporter.close()
 
     new = {"step": 4, "eval_loss": 1.25}
     assert lines_of(path) == [*(reported if reported != OLDER else [*OLDER, EVALUATION]), new]
@@ -388,10 +388,10 @@ def test_values_are_written_once_beside_the_evaluation_of_their_step(tmp_path):
     path.write_text("".join(f"{json.dumps(line)}\n" for line in [*OLDER, EVALUATION]))
     seen, values = [], {"task_cloze/acc": 0.5, "task_plays/bits": 2.0}
     for _ in range(2):  # the first start was killed before its checkpoint
-        tracker = make_tracker(path, seen)
-        tracker.start(step=3, tokens=0, seconds=0.0)
-        tracker.write(values, step=3)
-        tracker.close()
+        reporter = make_reporter(path, seen)
+        reporter.start(step=3, tokens=0, seconds=0.0)
+        reporter.write(values, step=3)
+        reporter.close()
 
     assert lines_of(path) == [*OLDER, EVALUATION, {"step": 3} | values]
     assert seen == [(3, {"task/cloze/acc": 0.5, "task/plays/bits": 2.0})]

@@ -30,8 +30,8 @@ _INTERVAL_NAMES = frozenset(
 """Names of the values of a logging interval; only some devices have the last two."""
 
 
-class Tracker:
-    """Reports the metrics of a run; every rank has a tracker, and the main process writes.
+class MetricsReporter:
+    """Reports the metrics of a run; every rank has a reporter, and the main process writes.
 
     Args:
         metrics_path: `metrics.jsonl`; None on all ranks but the main process.
@@ -102,10 +102,10 @@ class Tracker:
 
     @contextlib.contextmanager
     def paused(self, part: Part = "output") -> Iterator[None]:
-        """Exclude the time inside from throughput and training time.
+        """Exclude the time inside the context from throughput and training time.
 
         Args:
-            part: What the wall time inside is spent on.
+            part: What the time inside is spent on.
         """
         pause_start = time.perf_counter()
         with self.wall_time.spent_on(part):
@@ -126,7 +126,7 @@ class Tracker:
 
     def advance_bar(self, step: int) -> None:
         """Move the progress bar to a step."""
-        self._update_bar(lambda bar: bar.update(step - bar.n))
+        self._apply_to_bar(lambda bar: bar.update(step - bar.n))
 
     def log_training(
         self,
@@ -182,6 +182,32 @@ class Tracker:
         reserved_names = _INTERVAL_NAMES | record.keys() | extra_values.keys()
         extra_values |= _merge_extension_values(extension_values, reserved_names)
         record |= extra_values
+        self._output_interval(
+            record,
+            extra_values,
+            step=step,
+            global_batch_size=global_batch_size,
+            columns=columns,
+        )
+
+    def _output_interval(
+        self,
+        record: dict[str, Any],
+        extra_values: Mapping[str, float],
+        *,
+        step: int,
+        global_batch_size: int,
+        columns: Sequence[str],
+    ) -> None:
+        """Write the values of an interval to the files, the log, the trackers and the bar.
+
+        Args:
+            record: All values by name.
+            extra_values: The values among them that not every run has.
+            step: Steps done.
+            global_batch_size: Samples per step.
+            columns: Further columns of the line on a terminal.
+        """
         terminal_line = format_step_line(
             record, step=step, total_steps=self._total_steps, columns=columns
         )
@@ -192,18 +218,18 @@ class Tracker:
             )
             logger.info(file_line, extra=short_form(terminal_line))
         speed = f"{record['tokens_per_second']:.0f} tok/s"
-        self._update_bar(lambda bar: bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}"))
+        self._apply_to_bar(lambda bar: bar.set_postfix_str(f"loss {record['loss']:.3f}, {speed}"))
 
     def _measure_interval(self, *, step: int, tokens: int) -> dict[str, float]:
         """Return time, throughput and memory of the logging interval, and begin the next one."""
         interval_end = time.perf_counter()
-        elapsed = interval_end - self._interval_start
-        tokens_per_second = (tokens - self._interval_tokens) / elapsed
+        interval_seconds = interval_end - self._interval_start
+        tokens_per_second = (tokens - self._interval_tokens) / interval_seconds
         interval_metrics = {
             "tokens_per_second": tokens_per_second,
-            "ms_per_step": 1000 * elapsed / max(1, step - self._interval_step),
-            "data_wait": self._data_wait / elapsed,
-            "seconds": self._earlier_seconds + elapsed,
+            "ms_per_step": 1000 * interval_seconds / max(1, step - self._interval_step),
+            "data_wait": self._data_wait / interval_seconds,
+            "seconds": self._earlier_seconds + interval_seconds,
         }
         mfu = self._compute_mfu(tokens_per_second * self._flops_per_token)
         if mfu is not None:
@@ -211,13 +237,13 @@ class Tracker:
         memory = memory_in_use(self._device)
         if memory is not None:
             interval_metrics["memory"] = memory
-        self._earlier_seconds += elapsed
+        self._earlier_seconds += interval_seconds
         self._interval_start, self._data_wait = interval_end, 0.0
         self._interval_step, self._interval_tokens = step, tokens
         return interval_metrics
 
     def _compute_mfu(self, flops: float) -> float | None:
-        """Return the fraction of the devices' peak; None if the peak is below the speed."""
+        """Return the fraction of the devices' peak FLOP/s; above it, None and a line in the log."""
         assert self._peak_flops is not None
         if flops <= self._peak_flops:
             return flops / self._peak_flops
@@ -263,18 +289,18 @@ class Tracker:
         )
 
     def log_evaluation(
-        self, results: dict[str, float], *, step: int, training: Sequence[str] = ()
+        self, results: dict[str, float], *, step: int, training_columns: Sequence[str] = ()
     ) -> None:
         """Report an evaluation.
 
         Args:
             results: The results by name.
             step: Steps done.
-            training: Statistics of the preceding training, for the console.
+            training_columns: Statistics of the preceding training, for the log.
         """
         self.write({f"eval_{name}": value for name, value in results.items()}, step=step)
         columns = [f"{name}: {value:.6g}" for name, value in results.items()]
-        line = " | ".join([f"validation at step {step}", *columns, *training])
+        line = " | ".join([f"validation at step {step}", *columns, *training_columns])
         logger.info(line, extra=event("evaluation", step=step, loss=results["loss"]))
 
     def write_extension_values(self, values: Mapping[str, float], *, step: int) -> None:
@@ -290,10 +316,10 @@ class Tracker:
         self.write(_merge_extension_values([values], _INTERVAL_NAMES), step=step)
 
     def write(self, record: Mapping[str, float], *, step: int) -> None:
-        """Send the numbers of an event to the trackers, and as one line to metrics.jsonl."""
+        """Send the values of a report to the trackers, metrics.jsonl and the Prometheus file."""
         # An earlier start may have been killed after it wrote this evaluation's line and points.
-        reported_names = self._file.names_at_start if self._file is not None else set()
-        if step == self._first_step and not reported_names.isdisjoint(record):
+        names_in_file = self._file.names_at_start if self._file is not None else set()
+        if step == self._first_step and not names_in_file.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
         value_by_tag = {_tracker_tag(name): value for name, value in record.items()}
@@ -321,14 +347,14 @@ class Tracker:
         if self._file is not None:
             self._file.flush()
 
-    def _update_bar(self, update: Callable[[Any], object]) -> None:
+    def _apply_to_bar(self, action: Callable[[Any], object]) -> None:
         """Call a function with the progress bar; remove the bar once the terminal is closed."""
         try:
             if self._progress_bar is not None:
-                update(self._progress_bar)
+                action(self._progress_bar)
         except Exception:
             with contextlib.suppress(AssertionError, RuntimeError):
-                tqdm.get_lock().release()  # tqdm keeps it, and a thread that logs would wait
+                tqdm.get_lock().release()  # tqdm still holds it, and a thread that logs would wait
             self._progress_bar.disable = True
             self._progress_bar = None
 
@@ -336,7 +362,7 @@ class Tracker:
         """Close the progress bar and the files."""
         self.wall_time.switch("output")
         self.wall_time.write()
-        self._update_bar(lambda bar: bar.close())
+        self._apply_to_bar(lambda bar: bar.close())
         if self._file is not None:
             self._file.close()
 
