@@ -138,8 +138,10 @@ class BatchPlan:
         first_position, end_position = self.step_positions(num_steps - 1)
         return end_position // interval_samples > first_position // interval_samples
 
-    def batch_schedule(self, block_size: int) -> int | str:
-        """Return the global batch size in the option's notation; phases begin at whole steps.
+    def format_batch_schedule(self, block_size: int) -> int | str:
+        """Return the global batch size in the notation of the option: 256, or 256@0,512@2000000.
+
+        A phase begins with a whole step.
 
         Args:
             block_size: Tokens of a sample.
@@ -199,7 +201,7 @@ def plan_batches(
     num_parameters: int | None = None,
     global_batch_size: int | str | None = None,
 ) -> BatchPlan:
-    """Return the plan of a run; the other lengths take precedence over epochs.
+    """Plan the batches of a run from its options.
 
     Args:
         options: Sizes of batches, and length of the run.
@@ -251,10 +253,10 @@ def _check_phase_sizes(
                 "--gradient_accumulation_steps smaller."
             )
         # A batch that grows may begin with smaller micro-batches.
-        is_growing = len(phase_sizes) > 1
-        largest_share = phase_size // world_size if is_growing else micro_batch_size
-        divisor = min(micro_batch_size, largest_share)
-        if divisor == 0 or phase_size % (divisor * world_size):
+        has_several_phases = len(phase_sizes) > 1
+        max_rank_share = phase_size // world_size if has_several_phases else micro_batch_size
+        sample_divisor = min(micro_batch_size, max_rank_share)
+        if sample_divisor == 0 or phase_size % (sample_divisor * world_size):
             raise _indivisible_batch_error(
                 batch_schedule, phase_size, phase_sizes, micro_batch_size, world_size
             )
@@ -262,7 +264,7 @@ def _check_phase_sizes(
 
 def _indivisible_batch_error(
     batch_schedule: int | str,
-    phase_size: int,
+    indivisible_size: int,
     phase_sizes: Sequence[int],
     micro_batch_size: int,
     world_size: int,
@@ -272,15 +274,15 @@ def _indivisible_batch_error(
     The smaller micro-batch comes first, because another global batch changes the training.
     """
     step_divisor = micro_batch_size * world_size
-    lower_multiple = phase_size // step_divisor * step_divisor
+    lower_multiple = indivisible_size // step_divisor * step_divisor
     upper_multiple = lower_multiple + step_divisor
     if len(phase_sizes) > 1:
-        phase_clause = f" has a phase of {phase_size} samples, which"
-        advised_batch = f"one, or a smaller multiple of {world_size}"
+        phase_clause = f" has a phase of {indivisible_size} samples, which"
+        batch_advice = f"one, or a smaller multiple of {world_size}"
     else:
         phase_clause = ""
         multiples = [multiple for multiple in (lower_multiple, upper_multiple) if multiple]
-        advised_batch = " or ".join(map(str, multiples))
+        batch_advice = " or ".join(map(str, multiples))
 
     candidate_sizes = _find_even_micro_batch_sizes(phase_sizes, world_size=world_size)
     smaller_sizes = [size for size in candidate_sizes if size < micro_batch_size]
@@ -292,7 +294,7 @@ def _indivisible_batch_error(
     return ConfigError(
         f"--global_batch_size {batch_schedule}{phase_clause} is not a multiple of {step_divisor} "
         f"(--per_device_train_batch_size {micro_batch_size} x {counted(world_size, 'rank')}); take "
-        f"{size_advice}{advised_batch}."
+        f"{size_advice}{batch_advice}."
     )
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,14 @@ class _Role(StrEnum):
     PREPARES_WITHOUT_LOCKS = "elected, no locks"  # the file system has no locks
 
 
+class _LockState(Enum):
+    """The result of an attempt to lock a file."""
+
+    ACQUIRED = auto()
+    HELD_ELSEWHERE = auto()  # by another process
+    UNSUPPORTED = auto()  # the file system has no locks
+
+
 _PREPARING_ROLES = (_Role.PREPARES, _Role.PREPARES_WITHOUT_LOCKS)
 
 
@@ -60,12 +68,12 @@ class TokenCache:
     folder: Path
     overwrite: bool
 
-    def token_files(self, key: str, prepare: Callable[[Path], None]) -> Path | None:
-        """Return the token files of a text, and prepare them first if needed; all ranks call it.
+    def get_or_prepare(self, key: str, prepare: Callable[[Path], None]) -> Path | None:
+        """Return the token files of a text, prepared first if needed; every rank calls it.
 
         Args:
             key: The digest of the provenance.
-            prepare: Makes the token files `tokens.*` in a folder, or `absent` if the text does not
+            prepare: Writes the token files `tokens.*` to a folder, or `absent` if the text does not
                 exist; called by one process at a time.
 
         Returns:
@@ -76,19 +84,22 @@ class TokenCache:
                 cache cannot be written.
         """
         folder = self.folder / key
-        has_prepared = self._prepare_or_wait(folder, prepare)
+        has_prepared = self._ensure_prepared(folder, prepare)
         if (folder / "absent").exists():
             return None
         if not has_prepared:
             logger.info(f"using the cached tokens in {folder}")
         return folder / "tokens"
 
-    def _prepare_or_wait(self, folder: Path, prepare: Callable[[Path], None]) -> bool:
-        """Return once every rank sees the prepared folder; whether a rank of this run prepared it.
+    def _ensure_prepared(self, folder: Path, prepare: Callable[[Path], None]) -> bool:
+        """Prepare a folder, or wait for another process that does, until every rank sees its files.
 
         Args:
             folder: The folder of the token files.
-            prepare: As for `token_files`.
+            prepare: As for `get_or_prepare`.
+
+        Returns:
+            Whether this rank prepared it.
         """
         has_prepared = has_waited = False
         while True:
@@ -111,7 +122,7 @@ class TokenCache:
     def _choose_role(
         self, folder: Path, lock_stack: contextlib.ExitStack, *, is_done: bool, rebuild: bool
     ) -> _Role:
-        """Return what this rank does for a text; rank 0 chooses first, and all ranks call it.
+        """Return this rank's role for a text: rank 0 tries the lock first; every rank calls it.
 
         Args:
             folder: The folder of the token files.
@@ -142,22 +153,25 @@ class TokenCache:
             rebuild: Whether to prepare the files although they exist.
         """
         with self._explain_errors():
-            if not rebuild and self._is_done(folder):
+            if not rebuild and self._has_usable_files(folder):
                 return _Role.DONE
             self.folder.mkdir(parents=True, exist_ok=True)
-            has_lock = lock_stack.enter_context(_lock_file(add_suffix(folder, ".lock")))
-            if has_lock is None:
+            lock_path = add_suffix(folder, ".lock")
+            lock_state = lock_stack.enter_context(_try_lock_path(lock_path))
+            if lock_state == _LockState.HELD_ELSEWHERE:
                 return _Role.WAITS
             # Check again: another process may have prepared it before this one got the lock.
             if not rebuild:
-                if self._is_done(folder):
+                if self._has_usable_files(folder):
                     return _Role.DONE
                 # Logged here, so only once: the other ranks only wait.
                 if faults := self._find_faults(folder):
                     logger.warning(
                         f"the cached tokens in {folder} cannot be used: {' '.join(faults)}"
                     )
-            return _Role.PREPARES if has_lock else _Role.PREPARES_WITHOUT_LOCKS
+            if lock_state == _LockState.UNSUPPORTED:
+                return _Role.PREPARES_WITHOUT_LOCKS
+            return _Role.PREPARES
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
@@ -170,7 +184,7 @@ class TokenCache:
                 f"{os_error_remedy(error)}, or choose another folder with {_OPTION}."
             ) from error
 
-    def _is_done(self, folder: Path) -> bool:
+    def _has_usable_files(self, folder: Path) -> bool:
         """Return whether this launch may use the contents of a folder."""
         return (folder / "absent").exists() or self._find_faults(folder) == []
 
@@ -191,7 +205,7 @@ class TokenCache:
             self._prepare_without_locks(folder, prepare)
 
     def _prepare_files(self, folder: Path, prepare: Callable[[Path], None]) -> None:
-        """Create the folder of token files, and prepare them in it."""
+        """Create the folder of token files, and let `prepare` write them to it."""
         with self._explain_errors():
             if self.overwrite:
                 # Processes that have mapped the files can still use them; the kernel frees them
@@ -211,7 +225,7 @@ class TokenCache:
         private_folder = add_suffix(folder, f".{socket.gethostname()}.{os.getpid()}")
         try:
             self._prepare_files(private_folder, prepare)
-            if self.overwrite or not self._is_done(folder):
+            if self.overwrite or not self._has_usable_files(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was faster, with equal files
                     private_folder.rename(folder)
@@ -220,16 +234,17 @@ class TokenCache:
 
 
 @contextmanager
-def _lock_file(path: Path) -> Iterator[bool | None]:
-    """Hold the lock of a file; yield None if another process holds it, False without locks."""
+def _try_lock_path(path: Path) -> Iterator[_LockState]:
+    """Try to lock a file for the context; yield what became of the attempt."""
     # The kernel releases the lock when its holder ends, even after a crash. The file stays: if it
     # were removed, a waiting process and a later one would lock different files.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            has_lock: bool | None = try_lock(descriptor)
+            has_lock = try_lock(descriptor)
+            lock_state = _LockState.ACQUIRED if has_lock else _LockState.UNSUPPORTED
         except BlockingIOError:
-            has_lock = None
-        yield has_lock
+            lock_state = _LockState.HELD_ELSEWHERE
+        yield lock_state
     finally:
         os.close(descriptor)

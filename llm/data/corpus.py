@@ -247,7 +247,7 @@ class Samples:
         self.num_windows = sum(sampler.num_windows for sampler in self._samplers.values())
 
     def read(self, samples: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the tokens of samples.
+        """Read the tokens of samples.
 
         Args:
             samples: Sample indices, counted from 0 over all epochs [num_samples].
@@ -259,33 +259,35 @@ class Samples:
             DataError: A source holds an id beyond the vocabulary.
         """
         length = self.block_size + 1
-        sources, starts = self.locate(samples)
+        source_indices, window_starts = self.locate(samples)
         if len(self._streams) == 1:
-            return self._streams[0].read_windows(starts, length)
+            return self._streams[0].read_windows(window_starts, length)
         tokens = np.empty((samples.size, length), self._dtype)
-        for source in np.unique(sources).tolist():
-            is_from_source = sources == source
-            tokens[is_from_source] = self._streams[source].read_windows(
-                starts[is_from_source], length
+        for source_index in np.unique(source_indices).tolist():
+            is_from_source = source_indices == source_index
+            tokens[is_from_source] = self._streams[source_index].read_windows(
+                window_starts[is_from_source], length
             )
         return tokens
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where samples come from.
+        """Return the source and the position of each sample.
 
         Args:
             samples: Sample indices, counted from 0 over all epochs [num_samples].
 
         Returns:
-            The source of each, and the position of its first token in the source's stream, each
-            int64 [num_samples].
+            The index of each sample's source, and the position of its first token in the source's
+            stream, each int64 [num_samples].
         """
-        sources, indices = self._mixture.locate(samples)
-        starts = np.empty_like(indices)
-        for source in np.unique(sources).tolist():
-            is_from_source = sources == source
-            starts[is_from_source] = self._samplers[source].starts(indices[is_from_source])
-        return sources, starts
+        source_indices, indices_in_source = self._mixture.locate(samples)
+        starts = np.empty_like(indices_in_source)
+        for source_index in np.unique(source_indices).tolist():
+            is_from_source = source_indices == source_index
+            starts[is_from_source] = self._samplers[source_index].starts(
+                indices_in_source[is_from_source]
+            )
+        return source_indices, starts
 
     def stage_of(self, sample: int) -> int:
         """Return the stage of a sample, counted from 0; 0 if the weights never change."""
@@ -311,11 +313,13 @@ def pin_in_memory(sources: Iterable[CorpusSource]) -> None:
         sources: Sources of weight 0 are left out, because a run never reads them.
     """
     for stream in (source.stream for source in sources if source.weight > 0):
-        failure = None
+        lock_error = None
         for array in arrays_of(stream.tokens):
             _read_into_cache(stream.path_of(array), array)
-            failure = failure or _lock_pages(array.ctypes.data, array.nbytes)
-        outcome = f"read ahead but not pinned ({failure}; see `ulimit -l`)" if failure else "pinned"
+            lock_error = lock_error or _lock_pages(array.ctypes.data, array.nbytes)
+        outcome = (
+            f"read ahead but not pinned ({lock_error}; see `ulimit -l`)" if lock_error else "pinned"
+        )
         num_bytes = stream.tokens.nbytes
         logger.info(f"in memory: {num_bytes / 1e9:.3g} GB of {stream.file.prefix}.bin, {outcome}")
 

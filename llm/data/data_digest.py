@@ -19,7 +19,7 @@ _NUM_SAMPLED_POSITIONS, _TOKENS_PER_POSITION = 64, 1 << 10
 
 
 def compute_corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
-    """Return digests of a split; reads only small ranges of its token files.
+    """Return digests that identify the tokens of a split; only small ranges are read.
 
     Args:
         sources: The sources of the split, in the order of the blend.
@@ -30,16 +30,16 @@ def compute_corpus_digests(sources: Sequence[CorpusSource]) -> dict[str, Any]:
             each source; `sidecars`, for each source the digest of the checksums in its sidecar, or
             None without a sidecar. The first two are equal for parts and for their joined file.
     """
-    boundary_digest, sample_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
+    boundary_digest, sampled_digest = xxhash.xxh3_128(), xxhash.xxh3_128()
     for source in sources:
         tokens = source.stream.tokens
         boundary_digest.update(str(source.stream.num_tokens).encode())
         for boundary_tokens in (tokens[:_NUM_BOUNDARY_TOKENS], tokens[-_NUM_BOUNDARY_TOKENS:]):
             boundary_digest.update(np.ascontiguousarray(boundary_tokens).tobytes())
-        sample_digest.update(_read_sampled_tokens(tokens))
+        sampled_digest.update(_read_sampled_tokens(tokens))
     return {
         "ends": boundary_digest.hexdigest(),
-        "places": sample_digest.hexdigest(),
+        "places": sampled_digest.hexdigest(),
         "sidecars": [_sidecar_digest(source) for source in sources],
     }
 

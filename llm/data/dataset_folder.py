@@ -95,17 +95,19 @@ def open_dataset_folder(
         folder = _find_configuration_folder(folder, config_name)
         patterns = {}
     if patterns:
-        splits, reason = (
-            _group_by_patterns(folder, patterns),
-            "as README.md says",
-        )
+        splits, reason = _group_by_patterns(folder, patterns), "as README.md says"
     else:
         splits, reason = _group_by_names(folder, file_option)
-    split_counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
-    logger.info(f"{_OPTION} {folder}: {', '.join(split_counts)}, {reason}")
+    _log_splits(folder, splits, reason)
     for files in splits.values():
         refuse_duplicates(files, _OPTION)
     return DatasetFolder(name=dataset_name, splits=splits)
+
+
+def _log_splits(folder: Path, splits: Mapping[str, Sequence[Path]], reason: str) -> None:
+    """Log how many files of a folder each split has, and why they belong to it."""
+    split_counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
+    logger.info(f"{_OPTION} {folder}: {', '.join(split_counts)}, {reason}")
 
 
 def _read_configurations(card_path: Path) -> list[dict[str, Any]]:
@@ -115,9 +117,8 @@ def _read_configurations(card_path: Path) -> list[dict[str, Any]]:
     from huggingface_hub import metadata_load  # imported here: most folders have no card
 
     try:
-        with open(card_path, "rb") as file:
-            if not file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"---"):
-                return []
+        if not _has_metadata(card_path):
+            return []
         configurations = (metadata_load(card_path) or {}).get("configs", [])
     except Exception as error:  # YAML's own, ValueError, OSError
         raise DataError(
@@ -130,6 +131,12 @@ def _read_configurations(card_path: Path) -> list[dict[str, Any]]:
     ):
         raise _unknown_form_error("configs", configurations)
     return configurations
+
+
+def _has_metadata(card_path: Path) -> bool:
+    """Return whether a card begins with a block of YAML, perhaps after blanks."""
+    with open(card_path, "rb") as file:
+        return file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"---")
 
 
 def _choose_configuration(
@@ -197,7 +204,7 @@ def _unknown_form_error(field: str, value: Any) -> DataError:
 def _group_by_patterns(
     folder: Path, patterns_by_split: Mapping[str, Sequence[str]]
 ) -> dict[str, list[Path]]:
-    """Return the files that match the patterns of each split, in the order of the patterns."""
+    """Return the files of each split that match its patterns, in the order of the patterns."""
     files_by_split: dict[str, list[Path]] = {}
     for split, patterns in patterns_by_split.items():
         matching_files = [file for pattern in patterns for file in _match_pattern(folder, pattern)]
@@ -243,10 +250,10 @@ def _match_pattern(folder: Path, pattern: str) -> list[Path]:
 
 
 def _group_by_names(folder: Path, file_option: str) -> tuple[dict[str, list[Path]], str]:
-    """Divide the text files of a folder by the splits in their names and folders.
+    """Group the text files of a folder by the split in the name of the file or of its folder.
 
     Returns:
-        (the files of each split, the end of a sentence about the reason).
+        The files of each split; and the reason, as the end of a sentence.
     """
     files_by_split: dict[str, list[Path]] = {
         split: [] for split in dict.fromkeys(_SPLIT_BY_NAME.values())

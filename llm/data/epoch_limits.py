@@ -114,19 +114,9 @@ def _parse_max_epochs(
     """Return the maximum epochs by the index of the source, for sources with a limit."""
     if len(values) == 1 and not isinstance(values[0], str):
         return dict.fromkeys(range(len(sources)), values[0])
-    limit_pairs = [
-        (max_epochs, path)
-        for max_epochs, path in zip(values[::2], values[1::2], strict=False)
-        if not isinstance(max_epochs, str) and isinstance(path, str)
-    ]
-    if 2 * len(limit_pairs) != len(values):
-        raise ConfigError(
-            f"--max_epochs {' '.join(map(str, values))} is neither one number for every source nor "
-            "a number before each path, such as 4 data/web 1 data/code; give one of the two."
-        )
     prefixes = [source.stream.file.prefix.resolve() for source in sources]
     max_epochs_by_source: dict[int, float] = {}
-    for max_epochs, path in limit_pairs:
+    for max_epochs, path in _pair_limits_with_paths(values):
         limited_prefix = locate_token_file(Path(path))[0].resolve()
         if limited_prefix not in prefixes:
             raise ConfigError(
@@ -139,3 +129,22 @@ def _parse_max_epochs(
             if prefix == limited_prefix
         }
     return max_epochs_by_source
+
+
+def _pair_limits_with_paths(values: Sequence[float | str]) -> list[tuple[float, str]]:
+    """Return each number in `max_epochs` with the path after it.
+
+    Raises:
+        ConfigError: Numbers and paths do not alternate.
+    """
+    limit_pairs = [
+        (max_epochs, path)
+        for max_epochs, path in zip(values[::2], values[1::2], strict=False)
+        if not isinstance(max_epochs, str) and isinstance(path, str)
+    ]
+    if 2 * len(limit_pairs) != len(values):
+        raise ConfigError(
+            f"--max_epochs {' '.join(map(str, values))} is neither one number for every source nor "
+            "a number before each path, such as 4 data/web 1 data/code; give one of the two."
+        )
+    return limit_pairs

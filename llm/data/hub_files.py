@@ -70,7 +70,7 @@ def explain_dataset_errors(
     is_local: bool,
     option_name: str = "dataset_name",
 ) -> Iterator[None]:
-    """Turn the dozens of error types of the `datasets` library into a DataError.
+    """Raise the errors of the `datasets` library as a DataError that names the option.
 
     Args:
         dataset_name: A Hub name, or a folder.
@@ -83,14 +83,7 @@ def explain_dataset_errors(
     except Exception as error:
         message = str(error)
         if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
-            name_list = re.search(r"\[(.*?)\]", message)
-            fault = "several configurations"
-            if dataset_config_name is not None:
-                fault = f"no {dataset_config_name!r}"
-            raise DataError(
-                f"The data set {dataset_name} has {fault}; choose a configuration with "
-                f"--dataset_config_name from: {name_list[1] if name_list else 'see its page'}."
-            ) from error
+            raise _make_configuration_error(dataset_name, dataset_config_name, message) from error
         if is_local:
             reason = one_line(error.__cause__ or error)
             raise DataError(f"--dataset_name {dataset_name} cannot be read: {reason}.") from error
@@ -99,3 +92,17 @@ def explain_dataset_errors(
             f"({one_line(error)}); check the name and the connection, or name a local folder, "
             "which works too."
         ) from error
+
+
+def _make_configuration_error(
+    dataset_name: str, dataset_config_name: str | None, message: str
+) -> DataError:
+    """Return the error of a missing or unknown configuration, with the names in a message."""
+    name_list = re.search(r"\[(.*?)\]", message)
+    fault = "several configurations"
+    if dataset_config_name is not None:
+        fault = f"no {dataset_config_name!r}"
+    return DataError(
+        f"The data set {dataset_name} has {fault}; choose a configuration with "
+        f"--dataset_config_name from: {name_list[1] if name_list else 'see its page'}."
+    )

@@ -86,7 +86,7 @@ class TrainLoader:
     skipped: SkippedSamples = NO_SKIPPED_SAMPLES
 
     def sample_range(self, first_step: int, end_step: int) -> tuple[int, int]:
-        """Return the range of the samples of consecutive steps: the first, one after the last.
+        """Return the first sample of consecutive steps, and the sample after the last one.
 
         Args:
             first_step: The first step, counted from 0.

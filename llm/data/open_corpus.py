@@ -20,7 +20,7 @@ from llm.data.formats.sidecar import (
     check_prepend_bos,
     check_tokenizer,
     describe_token_files,
-    open_described,
+    open_described_files,
 )
 from llm.data.options import DataOptions
 from llm.data.order import DocumentBoundaries, MixtureStage
@@ -132,13 +132,15 @@ def _prepare_texts(
     workers = limit_workers(options.preprocessing_num_workers)
     text_by_split = _make_texts_by_split(options, trust_remote_code)
     # The files of all texts are checked before the first text is tokenized.
-    files_by_split = {split: text.files() for split, text in text_by_split.items()}
+    stamps_by_split = {split: text.stamp_files() for split, text in text_by_split.items()}
     prefix_by_split: dict[str, Path | None] = {"train": None, "validation": None}
     for split in prefix_by_split:
         if split in text_by_split:
-            text, files = text_by_split[split], files_by_split[split]
-            prepare = encoding.prepare(text, files, workers=workers)
-            prefix_by_split[split] = cache.token_files(encoding.key(text, files), prepare)
+            text, stamps = text_by_split[split], stamps_by_split[split]
+            write_files = partial(encoding.write_token_files, text, stamps, workers=workers)
+            prefix_by_split[split] = cache.get_or_prepare(
+                encoding.compute_key(text, stamps), write_files
+            )
     return prefix_by_split["train"], prefix_by_split["validation"]
 
 
@@ -235,17 +237,7 @@ class _CorpusOpener:
 
         They are split by `split`, or taken whole if `valid_data_path` names other files.
         """
-        source_by_file: dict[Path, CorpusSource] = {}  # by the real path, in order of appearance
-        weights_by_stage: list[dict[Path, float]] = []
-        for stage_number, stage in enumerate(self.options.data_stage, start=1):
-            option = f"data_stage {stage_number}: data_path"
-            weight_by_file: dict[Path, float] = defaultdict(float)
-            for source in self._open_sources(stage.data_path, option):
-                file = source.stream.file.prefix.resolve()
-                source_by_file.setdefault(file, source)
-                weight_by_file[file] += source.weight
-            weights_by_stage.append(weight_by_file)
-
+        source_by_file, weights_by_stage = self._open_stage_sources()
         stages = tuple(
             MixtureStage(stage.until, tuple(weight_by_file[file] for file in source_by_file))
             for stage, weight_by_file in zip(self.options.data_stage, weights_by_stage, strict=True)
@@ -261,8 +253,29 @@ class _CorpusOpener:
             return replace(corpus, train=tuple(sources), stages=stages)
         return replace(self._split_sources(sources), stages=stages)
 
+    def _open_stage_sources(
+        self,
+    ) -> tuple[dict[Path, CorpusSource], list[defaultdict[Path, float]]]:
+        """Open the files of all stages.
+
+        Returns:
+            The source of each file by its real path, in order of appearance; and for each stage the
+            weight of each file, 0 for files of other stages.
+        """
+        source_by_file: dict[Path, CorpusSource] = {}
+        weights_by_stage: list[defaultdict[Path, float]] = []
+        for stage_number, stage in enumerate(self.options.data_stage, start=1):
+            option = f"data_stage {stage_number}: data_path"
+            weight_by_file: defaultdict[Path, float] = defaultdict(float)
+            for source in self._open_sources(stage.data_path, option):
+                file = source.stream.file.prefix.resolve()
+                source_by_file.setdefault(file, source)
+                weight_by_file[file] += source.weight
+            weights_by_stage.append(weight_by_file)
+        return source_by_file, weights_by_stage
+
     def _split_sources(self, unsplit_sources: Sequence[CorpusSource]) -> Corpus:
-        """Split each file by `fractions`."""
+        """Split each file into training and validation, by the fractions of `split`."""
         if self.options.split is None:
             fractions, split_text = parse_split(DEFAULT_SPLIT), f"{DEFAULT_SPLIT} (the default)"
         else:
@@ -293,7 +306,7 @@ class _CorpusOpener:
         )
 
     def open_split_rows(self, prefix: Path) -> Corpus:
-        """Open a cached file and split off `validation_split_percentage` of its rows."""
+        """Open cached token files, and split off `validation_split_percentage` of their rows."""
         (source,) = self._open_sources((str(prefix),), "--train_file")
         assert isinstance(source.stream.file, TokenFile)  # the cache holds no other kind
         train, validation = split_rows(
@@ -331,7 +344,7 @@ class _CorpusOpener:
         self, name: str, folder: Path, description: TokenFileDescription
     ) -> CorpusSource:
         """Open a source, of weight 1, and compare it with the tokenizer and the model."""
-        file, sidecar = open_described(folder, description)
+        file, sidecar = open_described_files(folder, description)
         if file.num_tokens == 0:
             raise DataError(f"The token file {file.prefix}.bin holds no tokens; prepare it again.")
         if sidecar is not None:

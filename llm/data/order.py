@@ -113,7 +113,7 @@ class _BlockCache:
         self._size = size
 
     def __call__(self, samples: Int64s) -> Int64s:
-        """Return int64 [num_values, num_samples] for int64 [num_samples]."""
+        """Return the values of samples, int64 [num_values, num_samples], from their blocks."""
         block_indices, offsets = np.divmod(samples, self._size)
         if samples.size and (block_indices == block_indices[0]).all():  # usually, in one copy
             return self._read_block(int(block_indices[0]))[:, offsets]
@@ -162,7 +162,9 @@ class WindowSampler:
         self._seed = _to_uint64(seed)
         if source:
             self._seed = _split_mix(self._seed, _FIRST_SOURCE_STREAM + source)
-        self._starts = _BlockCache(self._make_block, num_values=1, size=_SAMPLES_PER_WINDOW_BLOCK)
+        self._starts = _BlockCache(
+            self._compute_block, num_values=1, size=_SAMPLES_PER_WINDOW_BLOCK
+        )
 
     def starts(self, samples: NDArray[Any]) -> Int64s:
         """Return the position of each sample's first token.
@@ -176,7 +178,7 @@ class WindowSampler:
         samples = np.asarray(samples, dtype=np.int64)
         return self._starts(samples.reshape(-1)).reshape(samples.shape)
 
-    def _make_block(self, block_index: int) -> Int64s:
+    def _compute_block(self, block_index: int) -> Int64s:
         """Return where the samples of one block start in the stream, int64 [1, 1024]."""
         first_sample = block_index * _SAMPLES_PER_WINDOW_BLOCK
         samples = first_sample + np.arange(_SAMPLES_PER_WINDOW_BLOCK, dtype=np.int64)
@@ -210,7 +212,9 @@ class Blend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = _round_weights(weights)
-        self._locate = _BlockCache(self._make_block, num_values=2, size=_SAMPLES_PER_BLEND_BLOCK)
+        self._cached_blocks = _BlockCache(
+            self._compute_block, num_values=2, size=_SAMPLES_PER_BLEND_BLOCK
+        )
 
     def locate(self, samples: Int64s) -> tuple[Int64s, Int64s]:
         """Return the source of each sample, and its index among the samples of that source.
@@ -224,12 +228,12 @@ class Blend:
         samples = np.asarray(samples, dtype=np.int64)
         if len(self._weights) == 1:
             return np.zeros_like(samples), samples
-        sources, indices = self._locate(samples)
+        sources, indices = self._cached_blocks(samples)
         return sources, indices
 
     def samples_per_source(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples each source serves, exactly."""
-        last_tick = self._find_tick(num_samples)
+        last_tick = self._find_tick_after(num_samples)
         counts_before_tick = self._samples_per_source_until(last_tick - 1)
         counts_after_tick = self._samples_per_source_until(last_tick)
         num_samples_by_source = [*counts_before_tick]
@@ -244,8 +248,8 @@ class Blend:
                 num_unassigned -= 1
         return num_samples_by_source
 
-    def _find_tick(self, num_samples: int) -> int:
-        """Return the first tick when `num_samples` samples have been served, by binary search."""
+    def _find_tick_after(self, num_samples: int) -> int:
+        """Find the first tick at which `num_samples` samples have been served, by binary search."""
         # With k sources, the clock is within k / 2 samples of this number.
         num_sources = len(self._weights)
         low_tick = max(-1, (num_samples - num_sources) * _TICKS_PER_SAMPLE - 1)
@@ -268,7 +272,7 @@ class Blend:
             for weight in self._weights
         ]
 
-    def _make_block(self, block_index: int) -> Int64s:
+    def _compute_block(self, block_index: int) -> Int64s:
         """Return the sources and indices of one block of samples, int64 [2, 4096]."""
         first_sample = block_index * _SAMPLES_PER_BLEND_BLOCK
         first_indices = self.samples_per_source(first_sample)

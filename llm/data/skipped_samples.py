@@ -63,7 +63,7 @@ class SkippedSamples:
     def samples_per_source(
         self, count_per_source: Callable[[int], list[int]], num_trained_samples: int
     ) -> list[int]:
-        """Return how many of the trained samples come from each source.
+        """Count the trained samples of each source.
 
         Args:
             count_per_source: Returns how many of the first n samples, skipped ones included, come

@@ -29,7 +29,7 @@ def split_documents(
     Args:
         file: The token file.
         split: The fractions, with the sum 1.
-        text: The split as the user wrote it, for messages.
+        text: The fractions as the user wrote them, for messages.
         vocab_size: As for `TokenStream`.
 
     Returns:
@@ -51,7 +51,7 @@ def split_documents(
         if split[split_index] == 0:
             streams.append(None)
         elif first_unit < end_unit:
-            streams.append(_open_units(file, first_unit, end_unit, vocab_size))
+            streams.append(_open_unit_range(file, first_unit, end_unit, vocab_size))
         else:
             raise DataError(
                 f"--split {text} leaves no {unit_name} for {split_name} of {file.prefix}, which "
@@ -61,10 +61,10 @@ def split_documents(
     return training, validation
 
 
-def _open_units(
+def _open_unit_range(
     file: AnyTokenFile, first_unit: int, end_unit: int, vocab_size: int | None
 ) -> TokenStream:
-    """Return the stream of consecutive documents of a file, or tokens of a flat file.
+    """Open consecutive documents of a file, or consecutive tokens of a flat file.
 
     Args:
         file: The token file.
@@ -111,13 +111,13 @@ def split_rows(
             f"--validation_split_percentage {percentage:g} of {num_rows:,} rows of text leaves "
             f"none for {empty_split}; change the percentage, or give a --validation_file."
         )
-    # A document that is cut in two counts on both sides.
-    num_started = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
-    num_ended = int(np.searchsorted(file.documents[1:], split_row, side="right"))
+    # A document that is cut in two counts in both splits.
+    num_validation_documents = int(np.searchsorted(file.documents[:-1], split_row, side="left"))
+    num_ended_documents = int(np.searchsorted(file.documents[1:], split_row, side="right"))
     validation = TokenStream(
         file,
         stop=split_token,
-        num_documents=num_started,
+        num_documents=num_validation_documents,
         # Sum in int64: a large corpus has more bytes than uint32 can count.
         num_bytes=int(row_bytes[:split_row].sum(dtype=np.int64)),
         vocab_size=vocab_size,
@@ -125,7 +125,7 @@ def split_rows(
     training = TokenStream(
         file,
         start=split_token,
-        num_documents=file.num_documents - num_ended,
+        num_documents=file.num_documents - num_ended_documents,
         num_bytes=int(row_bytes[split_row:].sum(dtype=np.int64)),
         vocab_size=vocab_size,
     )

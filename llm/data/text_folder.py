@@ -37,20 +37,21 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
         DataError: The folder has no text file, a folder in it is unreadable, or a link is broken.
     """
     paths = _walk_folder(folder, option)
-    names_by_reason: dict[str, list[str]] = defaultdict(list)
+    excluded_names_by_reason: dict[str, list[str]] = defaultdict(list)
     text_files: list[Path] = []
     for path in paths:
         if reason := _find_exclusion_reason(path, folder):
-            names_by_reason[reason].append(str(path.relative_to(folder)))
+            excluded_names_by_reason[reason].append(str(path.relative_to(folder)))
         else:
             text_files.append(path)
-    if names_by_reason:
+    if excluded_names_by_reason:
         exclusions = ", ".join(
-            f"{_join_names(names)} ({reason})" for reason, names in names_by_reason.items()
+            f"{_join_names(names)} ({reason})" for reason, names in excluded_names_by_reason.items()
         )
+        num_excluded = len(paths) - len(text_files)
         logger.info(
-            f"{option} {folder}: {len(paths) - len(text_files):,} of {len(paths):,} files are left "
-            f"out: {exclusions}"
+            f"{option} {folder}: {num_excluded:,} of {len(paths):,} files are left out: "
+            f"{exclusions}"
         )
     if not text_files:
         raise DataError(
@@ -101,11 +102,11 @@ def _walk_folder(folder: Path, option: str) -> list[Path]:
 
 def _find_exclusion_reason(path: Path, folder: Path) -> str | None:
     """Return why a file in a folder is not read as text; None if it is."""
-    relative = path.relative_to(folder)
-    if any(name.startswith(".") for name in relative.parts):
+    relative_path = path.relative_to(folder)
+    if any(name.startswith(".") for name in relative_path.parts):
         return "hidden"
     # Token files and the folder of an interrupted preparation may be next to their text.
-    if any(name.endswith(".parts") for name in relative.parts[:-1]):
+    if any(name.endswith(".parts") for name in relative_path.parts[:-1]):
         return "an unfinished preparation"
     if path.stem.lower() in _DOCUMENTATION_NAMES or bare_name(path).lower() in _DOCUMENTATION_NAMES:
         return "documentation"

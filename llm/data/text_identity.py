@@ -51,7 +51,7 @@ def file_stamp(path: Path) -> dict[str, int]:
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def check_file(path: Path, option: str) -> None:
+def check_text_file(path: Path, option: str) -> None:
     """Refuse a file that cannot be read as text.
 
     Args:
@@ -116,8 +116,8 @@ def file_identity(path: Path, stamp: dict[str, int], options: dict[str, Json]) -
     return {"path": os.path.abspath(path), **stamp, **options}
 
 
-def sample_digest(path: Path) -> str:
-    """Return a digest of a file's content: all of it up to 1 MiB, else 16 blocks of 64 KiB."""
+def compute_sampled_digest(path: Path) -> str:
+    """Return a digest of a file: of all bytes up to 1 MiB, else of 16 blocks of 64 KiB."""
     import xxhash  # imported here because --help runs without packages
 
     digest = xxhash.xxh3_128()
@@ -155,7 +155,7 @@ def check_dataset_name(dataset_name: str, file_option: str) -> None:
 
 
 def stamp_dataset_files(dataset_name: str) -> Stamps:
-    """Return the files of a data set that `save_to_disk` wrote; none for one on the Hub.
+    """Return the stamps of the files that `save_to_disk` wrote; none for a data set on the Hub.
 
     Raises:
         DataError: The folder has a broken link.
@@ -173,9 +173,9 @@ def identify_dataset(
     *,
     split: str,
     text_column: str | None,
-    files: Stamps,
+    stamps: Stamps,
 ) -> dict[str, Json]:
-    """Return values that identify a split; for a Hub data set, only names."""
+    """Return values that identify a split; of a data set on the Hub, these are only names."""
     identity: dict[str, Json] = {
         "dataset": dataset_name,
         "config": dataset_config_name,
@@ -186,7 +186,7 @@ def identify_dataset(
         folder = os.path.abspath(dataset_name)
         identity["dataset"] = os.path.realpath(dataset_name)
         identity["files"] = [
-            [str(file.relative_to(folder)), *stamp.values()] for file, stamp in files.items()
+            [str(file.relative_to(folder)), *stamp.values()] for file, stamp in stamps.items()
         ]
     return identity
 

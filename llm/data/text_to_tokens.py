@@ -5,14 +5,13 @@ exist, it needs neither the readers of text nor the encoders.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -20,14 +19,14 @@ from typing import IO, TYPE_CHECKING
 from llm.data.text_identity import (
     Json,
     Stamps,
-    check_file,
+    check_text_file,
+    compute_sampled_digest,
     file_identity,
     file_options,
     file_stamp,
     identify_dataset,
     make_provenance,
     provenance_digest,
-    sample_digest,
     stamp_dataset_files,
 )
 from llm.errors import DataError
@@ -67,45 +66,45 @@ class Text:
     keep_linebreaks: bool
     trust_remote_code: bool
 
-    def files(self) -> Stamps:
-        """Return the state of its files on this machine.
+    def stamp_files(self) -> Stamps:
+        """Return size and modification time of each file of the text.
 
         Raises:
             DataError: The file or folder does not exist, or is of another kind.
         """
         if self.split is not None:
             return stamp_dataset_files(self.name)
-        files = {}
+        stamps = {}
         for path in map(Path, self.paths):
-            check_file(path, self.option)
-            files[path] = file_stamp(path)
-        return files
+            check_text_file(path, self.option)
+            stamps[path] = file_stamp(path)
+        return stamps
 
-    def identities(self, files: Stamps) -> list[dict[str, Json]]:
+    def identify_files(self, stamps: Stamps) -> list[dict[str, Json]]:
         """Return values that identify the text: names, options, stamps and digests of its files.
 
         Size and time do not tell whether a file has changed if all times are equal, as in an
         archive or an image. So each identity contains a digest of sampled content, too.
 
         Args:
-            files: Size and modification time of its files.
+            stamps: Size and modification time of its files.
         """
-        digest_by_path = {path: sample_digest(path) for path in files}
+        digest_by_path = {path: compute_sampled_digest(path) for path in stamps}
         if self.split is not None:
             identity = identify_dataset(
                 self.name,
                 self.config_name,
                 split=self.split,
                 text_column=self.text_column,
-                files=files,
+                stamps=stamps,
             )
             return [{**identity, "content": "".join(digest_by_path.values())}]
         return [
             {
-                **file_identity(path, files[path], self._file_options(path)),
+                **file_identity(path, stamps[path], self._file_options(path)),
                 "content": digest_by_path[path],
             }
-            for path in files
+            for path in stamps
         ]
 
     def _file_options(self, path: Path) -> dict[str, Json]:
@@ -183,11 +182,11 @@ class TextEncoding:
     dtype: str
     begin_token: int | None = None
 
-    def key(self, text: Text, files: Stamps) -> str:
+    def compute_key(self, text: Text, stamps: Stamps) -> str:
         """Return a digest of a text's token files; equal digests mean equal bytes."""
         return provenance_digest(
             make_provenance(
-                text.identities(files),
+                text.identify_files(stamps),
                 tokenizer_fingerprint=self.fingerprint,
                 end_token=self.end_token,
                 begin_token=self.begin_token,
@@ -195,24 +194,21 @@ class TextEncoding:
             )
         )
 
-    def prepare(self, text: Text, files: Stamps, *, workers: int) -> Callable[[Path], None]:
-        """Return a function that makes the token files `tokens.*` of a text in a folder.
+    def write_token_files(self, text: Text, stamps: Stamps, folder: Path, *, workers: int) -> None:
+        """Write the token files `tokens.*` of a text to a folder.
 
-        If a data set has no validation split, it leaves the file `absent` instead.
+        If a data set has no validation split, the file `absent` is written instead.
 
         Args:
             text: The text.
-            files: The state of its files when `key` was called; any other state is refused.
+            stamps: The result of `text.stamp_files()`; files that have changed since are refused.
+            folder: The folder, which exists.
             workers: Cores to use.
         """
-        return functools.partial(self._prepare_folder, text, files, workers)
-
-    def _prepare_folder(self, text: Text, files: Stamps, workers: int, folder: Path) -> None:
-        """Make the token files of a text in a folder; for the other arguments see `prepare`."""
         with self._copy_tokenizer() as tokenizer:
             job = TextJob(
                 text=text,
-                files={str(path): stamp for path, stamp in files.items()},
+                files={str(path): stamp for path, stamp in stamps.items()},
                 tokenizer=tokenizer,
                 end_token=self.end_token,
                 begin_token=self.begin_token,

@@ -183,7 +183,7 @@ def check_downloads(config: GPTConfig) -> None:
         DataError: The data set is not made of text files.
     """
     from llm.data.dataset_folder import open_dataset_folder
-    from llm.data.text_identity import check_file
+    from llm.data.text_identity import check_text_file
     from llm.models.configuration import load_config
     from llm.trainers.gpt.evaluation import load_metrics
 
@@ -195,7 +195,7 @@ def check_downloads(config: GPTConfig) -> None:
         name, subset = config.dataset_name, config.dataset_config_name
         folder = open_dataset_folder(name, subset, file_option="--train_file")
         for file in folder.files("train") if folder is not None else ():
-            check_file(file, "--dataset_name")
+            check_text_file(file, "--dataset_name")
     load_metrics(config.eval_metrics)
 
 

@@ -195,10 +195,10 @@ def _describe_passage(
 def _describe_tokens(options: InspectOptions) -> list[str]:
     """Describe token files: the files, how they were made, and their first documents."""
     from llm.data.formats.flat import FlatTokenFile
-    from llm.data.formats.sidecar import describe_token_files, open_described
+    from llm.data.formats.sidecar import describe_token_files, open_described_files
 
     path = Path(options.path)
-    file, sidecar = open_described(path.parent, describe_token_files(path))
+    file, sidecar = open_described_files(path.parent, describe_token_files(path))
     tokenizer, note = _load_decoder(options, sidecar) if options.documents else (None, None)
     lines = _describe_file(file)
     if sidecar is not None:

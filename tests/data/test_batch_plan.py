@@ -123,7 +123,7 @@ def test_a_phase_ends_with_the_step_that_reaches_its_border():
     assert made.phases == (BatchPhase(0, 0, 4), BatchPhase(3, 12, 8), BatchPhase(5, 28, 24))
     ranges = [made.step_positions(step) for step in range(made.total_steps)]
     assert ranges == [(0, 4), (4, 8), (8, 12), (12, 20), (20, 28), (28, 52), (52, 70)]
-    assert made.batch_schedule(BLOCK_SIZE) == "4@0,8@48,24@112"
+    assert made.format_batch_schedule(BLOCK_SIZE) == "4@0,8@48,24@112"
     # A border between two tokens of a sample, or exactly at the end of a step.
     assert plan(global_batch_size="4@0,8@31").later_phases == (BatchPhase(2, 8, 8),)
     assert plan(global_batch_size="4@0,8@32").later_phases == (BatchPhase(2, 8, 8),)
@@ -136,10 +136,10 @@ def test_a_phase_that_would_have_no_step_is_left_out():
 
 
 def test_a_recorded_schedule_has_the_same_phases_when_it_is_read_again():
-    recorded = plan(global_batch_size=GROWING).batch_schedule(BLOCK_SIZE)
+    recorded = plan(global_batch_size=GROWING).format_batch_schedule(BLOCK_SIZE)
     assert plan(global_batch_size=recorded).phases == plan(global_batch_size=GROWING).phases
-    assert plan(global_batch_size=8).batch_schedule(BLOCK_SIZE) == 8
-    assert plan(global_batch_size="8@0").batch_schedule(BLOCK_SIZE) == 8
+    assert plan(global_batch_size=8).format_batch_schedule(BLOCK_SIZE) == 8
+    assert plan(global_batch_size="8@0").format_batch_schedule(BLOCK_SIZE) == 8
 
 
 @pytest.mark.parametrize(

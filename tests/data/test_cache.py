@@ -84,7 +84,7 @@ def cache_bytes(cache_dir, source=None, **changes):
         )
     )
     cache = TokenCache(**{"folder": cache_dir, "overwrite": False, **changes})
-    return cache.token_files(key, prepare)
+    return cache.get_or_prepare(key, prepare)
 
 
 def cache_watched(cache_dir, reads, seconds):

@@ -7,7 +7,7 @@ from llm.data.corpus import CorpusSource, Samples, TokenStream, pin_in_memory
 from llm.data.data_digest import compute_corpus_digests, data_has_changed
 from llm.data.formats.flat import open_token_file
 from llm.data.formats.parts import PartedTokens, TokenFileParts, part_prefix
-from llm.data.formats.sidecar import describe_token_files, open_described, read_sidecar
+from llm.data.formats.sidecar import describe_token_files, open_described_files, read_sidecar
 from llm.data.splits import split_documents
 from llm.errors import DataError
 from llm.prepare.verification import compute_checksums, find_token_file_faults
@@ -220,7 +220,7 @@ def test_parts_that_do_not_belong_together_are_refused_in_one_sentence(tmp_path,
     change(tmp_path)
 
     with pytest.raises(DataError, match=fault) as error:
-        open_described(tmp_path, describe_token_files(tmp_path / "parts"))
+        open_described_files(tmp_path, describe_token_files(tmp_path / "parts"))
 
     assert str(error.value).endswith(".")
     assert find_token_file_faults(tmp_path / "parts") != []

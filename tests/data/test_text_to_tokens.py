@@ -46,7 +46,7 @@ def text(path, **changes):
 def prepared(folder, source, tokenizer=None):
     """The token files that the process makes of a text."""
     folder.mkdir()
-    encoding(tokenizer).prepare(source, source.files(), workers=2)(folder)
+    encoding(tokenizer).write_token_files(source, source.stamp_files(), folder, workers=2)
     return TokenFile(folder / "tokens")
 
 
@@ -70,11 +70,11 @@ def test_the_sentence_of_the_process_is_the_error_of_the_run(tmp_path):
 
 def test_a_text_that_changes_after_its_key_was_made_is_refused(tmp_path):
     source = text(write(tmp_path / "a.txt", "old\n"))
-    files = source.files()
+    stamps = source.stamp_files()
     write(tmp_path / "a.txt", "newer\n")
 
     with pytest.raises(DataError, match=r"a\.txt has changed while the text was prepared"):
-        encoding().prepare(source, files, workers=1)(tmp_path)
+        encoding().write_token_files(source, stamps, tmp_path, workers=1)
 
     assert not list(tmp_path.glob("tokens*"))
 

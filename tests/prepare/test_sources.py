@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from llm.data.text_identity import sample_digest
+from llm.data.text_identity import compute_sampled_digest
 from llm.errors import DataError
 from llm.prepare.text.sources import check_sources_unchanged, find_text_sources, make_file_source
 from tests.support.texts import PACK, ListSource, prepare, texts_of, write
@@ -216,12 +216,12 @@ def test_a_file_that_changes_later_is_detected_by_its_size_or_time(tmp_path):
 def test_a_sample_has_the_ends_of_a_file_and_all_of_a_small_one(tmp_path, size):
     content = bytearray(size)
     path = write(tmp_path / "a.txt", bytes(content))
-    digests = {sample_digest(path)}
+    digests = {compute_sampled_digest(path)}
     places = [0, size // 2, size - 1] if size <= 1 << 20 else [0, size - 1]
 
     for place in places:
         content[place] = 1
-        digests.add(sample_digest(write(path, bytes(content))))
+        digests.add(compute_sampled_digest(write(path, bytes(content))))
 
     assert len(digests) == 1 + len(places)
 

@@ -68,10 +68,10 @@ def open_token_file(path: Path) -> AnyTokenFile:
         DataError: The file is missing, truncated or inconsistent.
     """
     prefix, is_flat = locate_token_file(path)
-    return open_prefix(prefix, [] if is_flat else find_parts(prefix), is_flat=is_flat)
+    return open_token_files(prefix, [] if is_flat else find_parts(prefix), is_flat=is_flat)
 
 
-def open_prefix(prefix: Path, parts: Sequence[Path], *, is_flat: bool) -> AnyTokenFile:
+def open_token_files(prefix: Path, parts: Sequence[Path], *, is_flat: bool) -> AnyTokenFile:
     """Open token files of a known kind, without a search in their folder.
 
     Args:

@@ -125,7 +125,7 @@ def write_index(
     Args:
         idx: The file, open for writing.
         dtype: Dtype of the tokens.
-        num_sequences: S.
+        num_sequences: Number of sequences, S.
         num_documents: Number of documents, D - 1.
         lengths: Returns the tokens of each sequence in blocks; called twice.
         documents: The document table in blocks, D entries in all.
@@ -235,46 +235,45 @@ class TokenFile:
             )
 
     def find_index_faults(self, *, sample: bool) -> list[str]:
-        """Compare the tables with each other and with the `.bin`, in bounded memory.
+        """Find inconsistent entries of the tables, block by block.
 
         Args:
-            sample: Check only 64 blocks of 2^16 entries, at equal distances, of a table of more
-                than 2^24 entries, so that the time does not grow with the size.
+            sample: Whether to check only 64 blocks of 2^16 entries, at equal distances, of a table
+                of more than 2^24 entries, so that the time does not grow with the size.
 
         Returns:
             The end of a sentence for each kind of fault, to be put after the index's name.
         """
-        checks = (
-            (self._have_negative_length, self.num_sequences, "sequences of negative length"),
+        table_checks = (
+            (self._flag_negative_lengths, self.num_sequences, "sequences of negative length"),
             (
-                self._have_wrong_end,
+                self._flag_wrong_ends,
                 self.num_sequences,
                 "sequences that do not end where the next one starts",
             ),
             (
-                self._have_negative_size,
+                self._flag_negative_sizes,
                 self.num_documents,
                 "documents that end before they start",
             ),
         )
         faults = []
-        for has_fault, num_entries, fault_description in checks:
-            num_faults, first_fault = _count_faults(has_fault, num_entries, sample=sample)
+        for flag_faults, num_entries, fault_noun in table_checks:
+            num_faults, first_fault = _count_faults(flag_faults, num_entries, sample=sample)
             if num_faults:
                 faults.append(
-                    f"has {num_faults:,} {fault_description}; the first one is number "
-                    f"{first_fault:,}"
+                    f"has {num_faults:,} {fault_noun}; the first one is number {first_fault:,}"
                 )
         return faults
 
-    def _have_negative_length(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return which sequences of a range have a negative length [stop - start]."""
+    def _flag_negative_lengths(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Flag the sequences of a range that have a negative length, [stop - start]."""
         return self.lengths[start:stop] < 0
 
-    def _have_wrong_end(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return which sequences of a range do not end where the next one starts [stop - start].
+    def _flag_wrong_ends(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Flag the sequences of a range that do not end where the next one starts, [stop - start].
 
-        The first offset is 0, so without such a sequence every offset is right.
+        The first offset is 0: if no sequence is flagged, all offsets are right.
         """
         next_offset = self.tokens.nbytes if stop == self.num_sequences else self.offsets[stop]
         expected_sizes = self.lengths[start:stop].astype(np.int64) * self.tokens.itemsize
@@ -283,8 +282,8 @@ class TokenFile:
         )
         return is_wrong
 
-    def _have_negative_size(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return which documents of a range end before they start [stop - start]."""
+    def _flag_negative_sizes(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Flag the documents of a range that end before they start, [stop - start]."""
         return self.documents[start + 1 : stop + 1] < self.documents[start:stop]
 
     def _damage_error(self, fault: str, *, suffix: str = ".idx") -> DataError:
@@ -351,12 +350,12 @@ class TokenFile:
 
 
 def _count_faults(
-    has_fault: Callable[[int, int], NDArray[np.bool_]], num_entries: int, *, sample: bool
+    flag_faults: Callable[[int, int], NDArray[np.bool_]], num_entries: int, *, sample: bool
 ) -> tuple[int, int]:
     """Return the number of faulty entries of a table, and the first of them (-1 without any).
 
     Args:
-        has_fault: Returns which entries of a range are faulty, [stop - start].
+        flag_faults: Returns a flag for each entry of a range, [stop - start].
         num_entries: Entries of the table.
         sample: Whether to check only some blocks of a large table.
     """
@@ -368,7 +367,7 @@ def _count_faults(
         ]
     num_faults, first_fault = 0, -1
     for start in block_starts:
-        is_faulty = has_fault(start, min(start + _BLOCK_ENTRIES, num_entries))
+        is_faulty = flag_faults(start, min(start + _BLOCK_ENTRIES, num_entries))
         fault_positions = np.flatnonzero(is_faulty)
         if fault_positions.size and not num_faults:
             first_fault = start + int(fault_positions[0])

@@ -9,7 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate_token_file, open_prefix
+from llm.data.formats.flat import AnyTokenFile, FlatTokenFile, locate_token_file, open_token_files
 from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.data.formats.parts import TokenFileParts, find_parts, part_prefix
 from llm.errors import DataError, one_line
@@ -83,7 +83,7 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Read `PREFIX.json`.
+    """Read and check `PREFIX.json`.
 
     Returns:
         Its content, or None if the file does not exist.
@@ -101,11 +101,11 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             f"update it, or make the token file again (this version reads the format {FORMAT})."
         )
     content = {"part_tokens": [], "prepend_bos": False, **content}  # of an earlier version
-    hints = typing.get_type_hints(Sidecar)
-    fault = _find_fault(content, hints)
+    type_by_key = typing.get_type_hints(Sidecar)
+    fault = _find_sidecar_fault(content, type_by_key)
     if fault is not None:
         raise _invalid_sidecar_error(path, fault)
-    return Sidecar(**{name: content[name] for name in hints})
+    return Sidecar(**{key: content[key] for key in type_by_key})
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
@@ -135,37 +135,37 @@ def _invalid_sidecar_error(path: Path, fault: str) -> DataError:
     )
 
 
-def _find_fault(content: dict[str, Any], hints: dict[str, Any]) -> str | None:
+def _find_sidecar_fault(content: dict[str, Any], type_by_key: dict[str, Any]) -> str | None:
     """Return the first fault of a sidecar's values, as a clause of a sentence; None without one.
 
     Args:
         content: The values by key.
-        hints: The type of each key.
+        type_by_key: The type of each key.
     """
-    for name, hint in hints.items():
-        if name not in content:
-            return f"it lacks the key '{name}'"
-        value = content[name]
-        if not _fits_type(value, hint):
-            return f"the value of '{name}' has the wrong type"
-        smallest_number = -1 if name == "largest_token" else 0
+    for key, expected_type in type_by_key.items():
+        if key not in content:
+            return f"it lacks the key '{key}'"
+        value = content[key]
+        if not _has_type(value, expected_type):
+            return f"the value of '{key}' has the wrong type"
+        smallest_number = -1 if key == "largest_token" else 0
         if type(value) is int and value < smallest_number:
-            return f"the value of '{name}' is {value}"
+            return f"the value of '{key}' is {value}"
     if content["format"] != FORMAT:
         return f"its format is {content['format']}, not {FORMAT}"
     return None
 
 
-def _fits_type(value: Any, hint: Any) -> bool:
-    """Return whether a value of a JSON file has a type; `true` is not an integer here."""
-    if isinstance(hint, types.UnionType):
-        return any(_fits_type(value, member) for member in typing.get_args(hint))
-    container_type = typing.get_origin(hint) or hint
+def _has_type(value: Any, expected_type: Any) -> bool:
+    """Return whether a value of a JSON file has a type; here, `true` is not an integer."""
+    if isinstance(expected_type, types.UnionType):
+        return any(_has_type(value, member) for member in typing.get_args(expected_type))
+    container_type = typing.get_origin(expected_type) or expected_type
     if type(value) is not container_type or container_type not in (list, dict):
         return type(value) is container_type
-    item_type = typing.get_args(hint)[-1]  # the keys of a JSON object are strings
+    item_type = typing.get_args(expected_type)[-1]  # the keys of a JSON object are strings
     items = value.values() if container_type is dict else value
-    return all(_fits_type(item, item_type) for item in items)
+    return all(_has_type(item, item_type) for item in items)
 
 
 class TokenFileDescription(TypedDict):
@@ -201,7 +201,7 @@ def describe_token_files(path: Path) -> TokenFileDescription:
     }
 
 
-def open_described(
+def open_described_files(
     folder: Path, description: TokenFileDescription
 ) -> tuple[AnyTokenFile, Sidecar | None]:
     """Open token files, and return them with their sidecar if they have one.
@@ -215,7 +215,7 @@ def open_described(
     """
     prefix, num_parts = folder / description["name"], description["num_parts"]
     parts = [part_prefix(prefix, part_index, num_parts) for part_index in range(num_parts)]
-    file = open_prefix(prefix, parts, is_flat=description["is_flat"])
+    file = open_token_files(prefix, parts, is_flat=description["is_flat"])
     if description["sidecar"] is None:
         return file, None
     sidecar = Sidecar(**description["sidecar"])
@@ -224,7 +224,7 @@ def open_described(
 
 
 def check_parts(file: AnyTokenFile, sidecar: Sidecar) -> None:
-    """Refuse parts that a sidecar does not describe."""
+    """Refuse parts that differ from the parts in a sidecar, in their number or their tokens."""
     parts = file.parts if isinstance(file, TokenFileParts) else []
     if bool(parts) != bool(sidecar.part_tokens):
         described_kind, actual_kind = (
@@ -262,13 +262,7 @@ def find_damage(prefix: Path, *, is_flat: bool = False, has_row_bytes: bool = Fa
     """
     try:
         sidecar = read_sidecar(prefix)
-        file: AnyTokenFile
-        if is_flat:
-            file = FlatTokenFile(add_suffix(prefix, ".bin"))
-        elif sidecar is not None and sidecar.part_tokens:
-            file, _ = open_described(prefix.parent, describe_token_files(prefix))
-        else:
-            file = TokenFile(prefix)
+        file = _open_finished_files(prefix, sidecar, is_flat=is_flat)
         row_bytes_size = add_suffix(prefix, ".bytes").stat().st_size if has_row_bytes else None
     except (DataError, FileNotFoundError) as error:
         return [str(error)]
@@ -284,6 +278,20 @@ def find_damage(prefix: Path, *, is_flat: bool = False, has_row_bytes: bool = Fa
     return []
 
 
+def _open_finished_files(prefix: Path, sidecar: Sidecar | None, *, is_flat: bool) -> AnyTokenFile:
+    """Open token files of the kind that their sidecar describes; a flat file has no index.
+
+    Raises:
+        DataError: They are missing or damaged.
+    """
+    if is_flat:
+        return FlatTokenFile(add_suffix(prefix, ".bin"))
+    if sidecar is not None and sidecar.part_tokens:
+        file, _ = open_described_files(prefix.parent, describe_token_files(prefix))
+        return file
+    return TokenFile(prefix)
+
+
 def check_prepend_bos(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None:
     """Refuse token files with documents that begin in another way than the run's.
 
@@ -297,9 +305,10 @@ def check_prepend_bos(prefix: Path, sidecar: Sidecar, prepend_bos: bool) -> None
     """
     if sidecar.prepend_bos == prepend_bos:
         return
-    preposition, remedy = ("without", "leave --prepend_bos out")
     if sidecar.prepend_bos:
-        preposition, remedy = ("with", "pass --prepend_bos")
+        preposition, remedy = "with", "pass --prepend_bos"
+    else:
+        preposition, remedy = "without", "leave --prepend_bos out"
     raise DataError(
         f"The token file {prefix} was made {preposition} --prepend_bos; {remedy}, or prepare it "
         "again."
@@ -315,7 +324,7 @@ def check_tokenizer(
         prefix: Path of the token files without suffix, for messages.
         sidecar: Their sidecar.
         fingerprint: Fingerprint of the tokenizer of the run.
-        ignore_mismatch: Warn instead of raising.
+        ignore_mismatch: Whether to log a warning instead of raising.
 
     Raises:
         DataError: The fingerprints differ, and `ignore_mismatch` is not set.

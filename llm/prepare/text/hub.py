@@ -148,7 +148,7 @@ class _DatasetSplit:
             self._loader.config,
             split=self._split,
             text_column=self._text_column,
-            files=self.files,
+            stamps=self.files,
         )
 
     def exists(self) -> bool:

@@ -16,7 +16,7 @@ from llm.data.text_identity import (
     Json,
     Stamps,
     TextUnit,
-    check_file,
+    check_text_file,
     file_identity,
     file_options,
     file_stamp,
@@ -111,7 +111,7 @@ def make_file_source(
         DataError: The file is missing, a folder, empty or of another kind.
     """
     path = Path(path)
-    check_file(path, option)
+    check_text_file(path, option)
     kind = kind_of(path)
     options = file_options(
         path, text_column=text_column, keep_linebreaks=keep_linebreaks, text_unit=text_unit

@@ -93,7 +93,7 @@ def _fix_global_batch_of_branch(run: TrainingRun) -> TrainingRun:
         return run
     config = dataclasses.replace(
         run.config,
-        global_batch_size=run.batch_plan.batch_schedule(run.block_size),
+        global_batch_size=run.batch_plan.format_batch_schedule(run.block_size),
         gradient_accumulation_steps=1,
     )
     return dataclasses.replace(run, config=config)

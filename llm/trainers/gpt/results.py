@@ -105,7 +105,7 @@ def _make_card_rows(
         **({"weights": exported_weights.card} if exported_weights else {}),
         "data": describe_data(run.config),
         "block size": run.block_size,
-        "global batch size": run.batch_plan.batch_schedule(run.block_size),
+        "global batch size": run.batch_plan.format_batch_schedule(run.block_size),
         "learning rate": f"{run.config.learning_rate:g}, {run.config.lr_scheduler_type}",
         "weight decay": run.config.weight_decay,
         "mixed precision": run.config.mixed_precision,

@@ -58,7 +58,7 @@ def describe_sample_order(run: TrainingRun) -> dict[str, object]:
         "seed": run.seed,
         "block_size": run.block_size,
         "per_device_train_batch_size": run.config.per_device_train_batch_size,
-        "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
+        "global_batch_size": run.batch_plan.format_batch_schedule(run.block_size),
         "total_samples": run.batch_plan.total_samples,
         "data_ranks": run.batch_plan.world_size,
         "data": run.data_digest,

@@ -58,7 +58,7 @@ def make_checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     return {
         **make_options_record(run.config),
         **({"packages": packages} if packages else {}),
-        "global_batch_size": run.batch_plan.batch_schedule(run.block_size),
+        "global_batch_size": run.batch_plan.format_batch_schedule(run.block_size),
         "batch_option": batch_option,
         "data": run.data_digest,
         "tokenizer": compute_fingerprint(run.tokenizer),
