@@ -28,7 +28,7 @@ from llm.extensions.decentralized.rounds import TOPOLOGIES, make_rounds
 from llm.extensions.matrix_optim.fused import Fusion
 from llm.extensions.matrix_optim.muon import MuonAndAdamW
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import decays, inner_matrices
+from llm.optim.groups import has_weight_decay, inner_matrices
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from tests.support.decentralized import mixing_matrix
@@ -160,7 +160,8 @@ class _Replicas:
                 "params": [
                     self.weights[name]
                     for name, p in named
-                    if decays(name, p) is is_decayed and (self.weights[name] in matrices) is inner
+                    if has_weight_decay(name, p) is is_decayed
+                    and (self.weights[name] in matrices) is inner
                 ],
                 "weight_decay": WEIGHT_DECAY if is_decayed else 0.0,
                 "rate_factor": 1.0 if inner else embedding_factor,

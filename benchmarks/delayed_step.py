@@ -18,7 +18,7 @@ from llm.extensions.decentralized.accum_adamw import make_accum_adamw
 from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.extensions.decentralized.rounds import make_rounds
-from llm.optim.optimizers import make_adamw
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import make_accelerator

@@ -42,7 +42,7 @@ def our_step(family: str) -> Callable[[], None]:
     from llm.models.build import build_model
     from llm.models.loss import LanguageModelLoss
     from llm.models.options import ModelOptions
-    from llm.optim.optimizers import make_adamw
+    from llm.optim.adamw_and_sgd import make_adamw
     from llm.optim.options import OptimizerOptions
     from llm.parallel.accelerator import make_accelerator
     from llm.parallel.base import AcceleratedStrategy

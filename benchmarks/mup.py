@@ -33,8 +33,8 @@ from llm.errors import ConfigError
 from llm.models.build import build_model
 from llm.models.configuration import load_config
 from llm.models.loss import LanguageModelLoss
+from llm.optim.adamw_and_sgd import make_optimizer
 from llm.optim.groups import scale_learning_rates
-from llm.optim.optimizers import make_optimizer
 from llm.optim.options import OptimizerOptions
 from llm.optim.schedule import make_schedule
 from llm.trainers.gpt.extensions import GPTConfig

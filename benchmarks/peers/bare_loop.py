@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from llm.models.build import build_model
 from llm.models.loss import LanguageModelLoss
 from llm.models.options import ModelOptions
-from llm.optim.optimizers import make_adamw
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.runtime.process_settings import restart_with_kept_memory
 

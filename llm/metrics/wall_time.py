@@ -82,7 +82,7 @@ class WallTime:
         now = time.monotonic()
         self._seconds_by_part[self._current_part] += now - self._part_start_time
         self._part_start_time = now
-        previous_part, self._part = self._current_part, part
+        previous_part, self._current_part = self._current_part, part
         return previous_part
 
     @contextlib.contextmanager

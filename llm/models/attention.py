@@ -171,16 +171,16 @@ class _DocumentLogits:
         self._tokens_by_name = dict(zip("ABC", documents, strict=True))
 
     def __call__(
-        self, names: str, *, reset_positions: bool = False, reset_attention: bool = False
+        self, document_names: str, *, reset_positions: bool = False, reset_attention: bool = False
     ) -> Tensor:
         """Return the logits of the last document of a window, [1, tokens, vocabulary].
 
         Args:
-            names: The documents of the window, such as "AC".
+            document_names: The documents of the window, such as "AC".
             reset_positions: Whether positions start again with each document.
             reset_attention: Whether attention stays within each document.
         """
-        input_ids = torch.cat([self._tokens_by_name[name] for name in names], dim=1)
+        input_ids = torch.cat([self._tokens_by_name[name] for name in document_names], dim=1)
         positions = torch.arange(input_ids.shape[1], device=self._model.device).unsqueeze(0)
         outputs = run_model(
             self._model,
@@ -197,11 +197,11 @@ def _keeps_attention_apart(document_logits: _DocumentLogits) -> bool:
 
     It compares the logits of document C after document A with those after document B.
     """
-    masked_effect = max_difference(
+    effect_with_mask = max_difference(
         document_logits("AC", reset_attention=True), document_logits("BC", reset_attention=True)
     )
-    unmasked_effect = max_difference(document_logits("AC"), document_logits("BC"))
-    return masked_effect <= _MAX_RELATIVE_ERROR * unmasked_effect
+    effect_without_mask = max_difference(document_logits("AC"), document_logits("BC"))
+    return effect_with_mask <= _MAX_RELATIVE_ERROR * effect_without_mask
 
 
 def _uses_positions(document_logits: _DocumentLogits, *, with_attention: bool) -> bool:
@@ -213,17 +213,19 @@ def _uses_positions(document_logits: _DocumentLogits, *, with_attention: bool) -
             have the same logits after document A as alone.
     """
     try:
-        has_effect = not torch.equal(
+        changes_logits = not torch.equal(
             document_logits("AC", reset_positions=True), document_logits("AC")
         )
     except TypeError:  # forward does not take position_ids
         return False
-    if not has_effect or not with_attention:
-        return has_effect
+    if not changes_logits or not with_attention:
+        return changes_logits
     single_logits = document_logits("C")
     reset_logits = document_logits("AC", reset_positions=True, reset_attention=True)
-    reset_error = max_difference(reset_logits, single_logits)
-    return reset_error <= _MAX_RELATIVE_ERROR * max_difference(document_logits("AC"), single_logits)
+    isolation_error = max_difference(reset_logits, single_logits)
+    return isolation_error <= _MAX_RELATIVE_ERROR * max_difference(
+        document_logits("AC"), single_logits
+    )
 
 
 def max_difference(first: Tensor, second: Tensor) -> float:
@@ -291,7 +293,7 @@ def _make_mask(
             mask_function, B=batch_size, H=None, Q_LEN=q_length, KV_LEN=kv_length, device=device
         )
         return block_mask
-    visible: Tensor | None = sdpa_mask(
+    visibility_mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -299,23 +301,23 @@ def _make_mask(
         device=device,
         **kwargs,
     )
-    if documents_of_forward() is None or visible is None:
-        return visible
-    return additive_mask(visible, dtype)
+    if documents_of_forward() is None or visibility_mask is None:
+        return visibility_mask
+    return make_additive_mask(visibility_mask, dtype)
 
 
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to the scores, which layers can share.
+def make_additive_mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask as a bias of the attention scores, which all layers can share.
 
     From a boolean mask, each layer would make such a mask and keep it for the backward pass.
 
     Args:
-        visible: Boolean [batch, 1, queries, keys]: whether a query sees a key.
+        is_visible: Boolean [batch, 1, queries, keys]: whether a query sees a key.
         dtype: The dtype of the queries.
     """
-    device = visible.device
-    bias = torch.zeros(visible.shape, dtype=kernel_dtype(dtype, device), device=device)
-    return bias.masked_fill_(~visible, -torch.inf)
+    device = is_visible.device
+    bias = torch.zeros(is_visible.shape, dtype=kernel_dtype(dtype, device), device=device)
+    return bias.masked_fill_(~is_visible, -torch.inf)
 
 
 def _compute_attention(

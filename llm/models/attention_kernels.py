@@ -66,7 +66,8 @@ def attention_kernel(
         kernel = _choose_kernel(config, device=device, dtype=dtype, block_size=block_size)
     except Exception:  # heads may differ from layer to layer, or have other names
         return implementation
-    return f"{implementation}, computed by {_KERNEL_NAMES[kernel]}{_advise_upgrade(kernel, device)}"
+    advice = _format_upgrade_advice(kernel, device)
+    return f"{implementation}, computed by {_KERNEL_NAMES[kernel]}{advice}"
 
 
 @torch.enable_grad()
@@ -104,7 +105,7 @@ def _choose_kernel(
     return SDPBackend(choice)
 
 
-def _advise_upgrade(kernel: SDPBackend, device: torch.device) -> str:
+def _format_upgrade_advice(kernel: SDPBackend, device: torch.device) -> str:
     """Return how to get a faster kernel, after a semicolon; empty if there is no advice."""
     version = torch.backends.cudnn.version() or 0
     is_slow = kernel == SDPBackend.FLASH_ATTENTION and _is_hopper(device)

@@ -31,7 +31,7 @@ logger = logging.getLogger("llm.models")
 @torch.no_grad()
 @full_float32()
 def check_causal(model: PreTrainedModel) -> None:
-    """Refuse a model with tokens that see later ones: it would learn to copy them.
+    """Refuse a model whose tokens see later tokens, which it would learn to copy.
 
     Args:
         model: A causal language model with weights; its mode is restored.
@@ -68,7 +68,7 @@ def _find_causal_remedy(text_config: PreTrainedConfig) -> str:
 
 
 def check_meta_model_causal(meta_model: PreTrainedModel) -> None:
-    """Refuse a model on the meta device with tokens that see later ones.
+    """Refuse a model on the meta device whose tokens see later tokens.
 
     If the code of the architecture only makes transformers' causal mask, nothing is computed.
     Otherwise, a copy with one block gets initial weights on the host and is checked. If this copy

@@ -184,7 +184,7 @@ class _Gradients:
             if hidden_gradient is not None:
                 hidden_gradient *= label_mask
         if self.weight is not None:
-            _add_product(self.weight, grad_logits, chunk_hidden)
+            _add_weight_gradient(self.weight, grad_logits, chunk_hidden)
         if self.bias is not None:
             bias_gradient = grad_logits.float()
             if labels is not None:
@@ -397,7 +397,9 @@ def _log_softmax(logits: Tensor, shard: _HeadShard | None) -> tuple[Tensor, Tens
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32), None
 
 
-def _add_product(weight_gradient: Tensor, grad_logits: Tensor, chunk_hidden: Tensor) -> None:
+def _add_weight_gradient(
+    weight_gradient: Tensor, grad_logits: Tensor, chunk_hidden: Tensor
+) -> None:
     """Add grad_logits.T @ chunk_hidden to the fp32 gradient [columns, width], in fp32.
 
     The row of a frequent token sums over many tokens, before any loss scale: fp16 would overflow.

@@ -203,7 +203,7 @@ class FuseBackward(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=_ops.norm_backward.default):
             _fuse_into_norm_backward(node)
         for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
-            _sum_where_written(node)
+            _fuse_sum_into_writer(node)
         for node in graph.find_nodes(op="call_function", target=_cast):
             _compute_product_in_fp32(node)
         stable_topological_sort(graph)
@@ -226,7 +226,7 @@ def _fuse_into_norm_backward(norm_backward: Node) -> None:
     input_gradient = _get_item(norm_backward, 0)
     residual = _find_added_residual(input_gradient)
     if residual is not None:
-        # The operation returns the sum now, so the addition after it goes.
+        # The operation now returns the sum, so the addition after it is removed.
         (addition,) = input_gradient.users
         addition.replace_all_uses_with(input_gradient)
         addition.graph.erase_node(addition)
@@ -235,7 +235,7 @@ def _fuse_into_norm_backward(norm_backward: Node) -> None:
     norm_backward.args = (
         *(gradients, inputs, means, inverse_deviations, gains, residual, half_dtype),
     )
-    # Its results have other shapes and dtypes now.
+    # Its results now have other shapes and dtypes.
     _infer_value(norm_backward)
     for result in norm_backward.users:
         _infer_value(result)
@@ -279,30 +279,32 @@ def _has_shape_of(term: Any, value: Node) -> bool:
     return isinstance(term, Node) and _shape(term) == _shape(value)
 
 
-def _sum_where_written(total: Node) -> None:
-    """Let the operation that writes a matrix sum its rows, if it is one of `backward_kernels`.
+def _fuse_sum_into_writer(row_sum: Node) -> None:
+    """Let the kernel of `backward_kernels` that writes a matrix also sum its rows.
 
     Args:
-        total: The sum over the rows of a matrix.
+        row_sum: The node of a sum over the rows of a matrix.
     """
-    matrix = total.args[0]
-    if not isinstance(matrix, Node) or total.args[1] != [0] or len(_shape(matrix)) != 2:
+    matrix = row_sum.args[0]
+    if not isinstance(matrix, Node) or row_sum.args[1] != [0] or len(_shape(matrix)) != 2:
         return
-    written = _without_reshapes(matrix)
-    if _shape(written)[-1] != _shape(matrix)[-1]:
+    writer_output = _without_reshapes(matrix)
+    if _shape(writer_output)[-1] != _shape(matrix)[-1]:
         return
-    parts = _find_joinable_parts(written)
+    parts = _find_joinable_parts(writer_output)
     if parts:
-        written = _replace_by_join(written, parts)
-    if written.target is not operator.getitem:
+        writer_output = _replace_by_join(writer_output, parts)
+    if writer_output.target is not operator.getitem:
         return
-    operation, result_index = cast("tuple[Node, int]", written.args)
+    writer, result_index = cast("tuple[Node, int]", writer_output.args)
     writes_and_sums = (_ops.gelu_backward.default, _ops.join_columns.default)
-    if operation.target in writes_and_sums and result_index == 0:
-        _replace_sum(total, _get_item(operation, 1))
-    elif operation.target is _ops.norm_backward.default and result_index == 1:
-        sums = _get_item(operation, 2)  # the last row is the sum of the copy in half precision
-        _replace_sum(total, _call_after(sums, _aten.select.int, 0, _shape(sums)[0] - 1))
+    if writer.target in writes_and_sums and result_index == 0:
+        _replace_half_sum(row_sum, _get_item(writer, 1))
+    elif writer.target is _ops.norm_backward.default and result_index == 1:
+        column_sums = _get_item(writer, 2)  # the last row is the sum of the copy in half precision
+        _replace_half_sum(
+            row_sum, _call_after(column_sums, _aten.select.int, 0, _shape(column_sums)[0] - 1)
+        )
 
 
 def _find_joinable_parts(node: Node) -> list[Node]:
@@ -331,25 +333,25 @@ def _replace_by_join(node: Node, parts: list[Node]) -> Node:
     return joined
 
 
-def _replace_sum(total: Node, sums: Node) -> None:
-    """Use `sums`, fp32 [width], in place of a sum in half precision that is cast to fp32."""
-    # Follow the sum through reshapes to its cast to fp32, which `sums` makes superfluous.
-    fp32_total = total
-    while len(fp32_total.users) == 1 and _dtype(fp32_total) != torch.float32:
-        (user,) = fp32_total.users
+def _replace_half_sum(half_sum: Node, kernel_sum: Node) -> None:
+    """Replace a sum in half precision by the fp32 sum of a kernel, [width], and drop its cast."""
+    # Follow the sum through reshapes to its cast to fp32, which the kernel's sum makes superfluous.
+    fp32_sum = half_sum
+    while len(fp32_sum.users) == 1 and _dtype(fp32_sum) != torch.float32:
+        (user,) = fp32_sum.users
         if user.target is not _aten.reshape.default and user.target is not _cast:
             break
-        fp32_total = user
-    replaced, replacement = fp32_total, sums
-    if _dtype(fp32_total) != torch.float32:
-        replaced, replacement = total, _call_after(sums, _cast, _dtype(total))
-    replaced.replace_all_uses_with(
-        _call_after(replacement, _aten.reshape.default, list(_shape(replaced)))
+        fp32_sum = user
+    replaced_node, replacement_node = fp32_sum, kernel_sum
+    if _dtype(fp32_sum) != torch.float32:
+        replaced_node, replacement_node = half_sum, _call_after(kernel_sum, _cast, _dtype(half_sum))
+    replaced_node.replace_all_uses_with(
+        _call_after(replacement_node, _aten.reshape.default, list(_shape(replaced_node)))
     )
 
 
 def _compute_product_in_fp32(fp32_cast: Node) -> None:
-    """Compute the gradient of a weight as a product in fp32, not as one that is rounded first."""
+    """Compute a weight's gradient as a product with fp32 output, without rounding it first."""
     product = fp32_cast.args[0]
     if not isinstance(product, Node) or product.target is not _aten.mm.default:
         return

@@ -203,7 +203,7 @@ def dummy_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for slot in tensor_slots:
             if slot.tensor not in dummy_by_tensor:
-                dummy_by_tensor[slot.tensor] = dummy_values.make(slot.tensor)
+                dummy_by_tensor[slot.tensor] = dummy_values.make_values(slot.tensor)
             slot.module_tensors[slot.name] = dummy_by_tensor[slot.tensor]
         yield
     finally:
@@ -239,12 +239,12 @@ class _DummyValues:
         self._generator = torch.Generator().manual_seed(0)
         self._matrices: dict[torch.Size, Tensor] = {}
 
-    def make(self, tensor: Tensor) -> Tensor:
+    def make_values(self, tensor: Tensor) -> Tensor:
         """Return dummy values for a parameter or buffer on the meta device."""
-        if not tensor.is_floating_point():  # an all-true mask, or zero indices
+        if not tensor.is_floating_point():  # an all-true mask, or indices of 0
             fill_value = tensor.dtype == torch.bool
             return tensor.new_full(tensor.shape, fill_value, device=self._device)
-        if not isinstance(tensor, nn.Parameter):  # rotary frequencies, for instance
+        if not isinstance(tensor, nn.Parameter):  # such as rotary frequencies
             row = torch.rand(sum(tensor.shape) + 1, generator=self._generator)
             return self._view_row_as(row, tensor)
         if tensor.ndim < 2:

@@ -159,7 +159,7 @@ class LanguageModelLoss(nn.Module):
         labels: Tensor,
         sources: Tensor | None,
     ) -> Tensor:
-        """Return the sums for the log, [len(names)]; sums without a value are 0."""
+        """Return the sums for the log in the order of `names`, [len(names)]; missing ones are 0."""
         source_sums = None
         if token_losses is not None and sources is not None:
             source_sums = sum_by_source(
@@ -183,7 +183,7 @@ class LanguageModelLoss(nn.Module):
         return torch.zeros(len(self.names), dtype=dtype, device=device)
 
     @torch.no_grad()
-    def predictions(
+    def predict_tokens(
         self,
         input_ids: Tensor,
         labels: Tensor,
@@ -201,7 +201,7 @@ class LanguageModelLoss(nn.Module):
         if self.head_loss is not None:
             hidden = hidden_states(self.model, input_ids, positions, documents).flatten(0, 1)
             chunk_rows = self._choose_chunk_rows(hidden, self.head_loss.num_columns)
-            predicted_ids, losses = self.head_loss.predictions(
+            predicted_ids, losses = self.head_loss.predict_tokens(
                 hidden, labels.flatten(), vocab_size=self.vocab_size, chunk_rows=chunk_rows
             )
         else:
@@ -304,7 +304,7 @@ class HeadLoss(nn.Module):
             **options,
         )
 
-    def predictions(
+    def predict_tokens(
         self, hidden: Tensor, labels: Tensor, *, vocab_size: int, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens, int64 [tokens], and the losses of the labels, fp32 [tokens].

@@ -55,8 +55,8 @@ class LossChunks:
         """
         num_bytes = self.num_bytes * (2 if is_in_place else 1)
         if self.num_multiprocessors is None:
-            return equal_chunk_rows(num_tokens, num_columns, num_bytes)
-        return fastest_chunk_rows(
+            return choose_equal_chunk_rows(num_tokens, num_columns, num_bytes)
+        return choose_fastest_chunk_rows(
             num_tokens,
             num_columns,
             num_bytes,
@@ -73,7 +73,7 @@ class LossChunks:
 
 
 def default_chunks(device_bytes: int | None, num_multiprocessors: int | None) -> LossChunks:
-    """Return the chunks for an accelerator.
+    """Return the chunk size of the loss on an accelerator.
 
     Args:
         device_bytes: Memory of the device in bytes; None if unknown.
@@ -85,8 +85,8 @@ def default_chunks(device_bytes: int | None, num_multiprocessors: int | None) ->
     return LossChunks(num_bytes=num_bytes, num_multiprocessors=num_multiprocessors)
 
 
-def equal_chunk_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
-    """Return the tokens per chunk: a multiple of 128 that makes all chunks equally long.
+def choose_equal_chunk_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int:
+    """Choose the tokens per chunk: a multiple of 128 that makes all chunks equally long.
 
     The last chunk is shorter if the number of chunks times 128 does not divide the tokens.
 
@@ -101,10 +101,10 @@ def equal_chunk_rows(num_tokens: int, num_columns: int, chunk_bytes: int) -> int
 
 
 @functools.cache
-def fastest_chunk_rows(
+def choose_fastest_chunk_rows(
     num_tokens: int, num_columns: int, chunk_bytes: int, *, width: int, num_multiprocessors: int
 ) -> int:
-    """Return the tokens per chunk: a multiple of 128 with which the loss is fastest.
+    """Choose the tokens per chunk: the multiple of 128 with which the loss is fastest.
 
     The multiprocessors compute the tiles of a product in waves, and a wave takes as long with one
     tile as with all. This matters in the product with the fewest tiles, which computes the gradient

@@ -66,7 +66,7 @@ def mixture_rows(model: "PreTrainedModel") -> dict[str, object]:
 
 
 def write_model_card(folder: Path, card: Card) -> None:
-    """Write the model card, README.md, into a folder."""
+    """Write the model card of an exported model to `README.md` in its folder."""
     table_rows = "".join(
         f"| {name} | {_format_cell(value)} |\n" for name, value in card.rows.items()
     )

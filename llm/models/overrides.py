@@ -69,7 +69,7 @@ def _override_field(
     *,
     overrides: str,
 ) -> dict[str, Any]:
-    """Return the explicit fields that change if a field has another value.
+    """Return the changes of explicit fields that give a field another value.
 
     Args:
         config: The configuration before all changes.
@@ -88,39 +88,41 @@ def _override_field(
         new_value = _parse_value(value, declared_fields[name], option=option, is_float=is_float)
         return {name: new_value}
     rope_fields = declared_fields.get(_ROPE_FIELD) or {}
-    changed_field = {name: _parse_value(value, rope_fields.get(name), option=option)}
+    change = {name: _parse_value(value, rope_fields.get(name), option=option)}
     # Construct the configuration with and without the field, to see what the class makes of it.
-    changed_fields = {**explicit_fields, **changed_field}
-    fields_before = _make_config(config, explicit_fields, overrides=overrides).to_dict()
-    fields_after = _make_config(config, changed_fields, overrides=overrides).to_dict()
-    derives_other_fields = name not in fields_after and fields_after != fields_before
+    fields_with_change = {**explicit_fields, **change}
+    config_without_change = _make_config(config, explicit_fields, overrides=overrides).to_dict()
+    config_with_change = _make_config(config, fields_with_change, overrides=overrides).to_dict()
+    derives_other_fields = (
+        name not in config_with_change and config_with_change != config_without_change
+    )
     if derives_other_fields:
-        return changed_field
+        return change
     if name in rope_fields:
-        return {_ROPE_FIELD: {**(explicit_fields.get(_ROPE_FIELD) or rope_fields), **changed_field}}
+        return {_ROPE_FIELD: {**(explicit_fields.get(_ROPE_FIELD) or rope_fields), **change}}
     undeclared_fields = _undeclared_fields(config)
     if name in undeclared_fields:
-        return changed_field
-    if name not in fields_after:
+        return change
+    if name not in config_with_change:
         raise ConfigError(
             f"{option} changes nothing: the {config.model_type} model has this value already, or "
             f"its config.json states it in another field, such as {_ROPE_FIELD}; leave it out, or "
             "change that file."
         )
     known_names = [*declared_fields, *config.attribute_map, *rope_fields, *undeclared_fields]
-    suggestion = nearest_names(name, known_names)
     raise ConfigError(
-        f"--config_overrides {overrides}: {config.model_type} has no field {name}; {suggestion}."
+        f"--config_overrides {overrides}: {config.model_type} has no field {name}; "
+        f"{nearest_names(name, known_names)}."
     )
 
 
 def _make_config(
-    config: PreTrainedConfig, fields: dict[str, Any], *, overrides: str
+    config: PreTrainedConfig, explicit_fields: dict[str, Any], *, overrides: str
 ) -> PreTrainedConfig:
-    """Return a configuration of the same class with other fields."""
+    """Make a configuration of the same class from other explicit_fields."""
     try:
         # The class changes the objects that it gets, so it gets copies.
-        return type(config).from_dict(copy.deepcopy(fields))
+        return type(config).from_dict(copy.deepcopy(explicit_fields))
     except Exception as error:
         raise ConfigError(
             f"--config_overrides {overrides} cannot be: {one_line(error)}."

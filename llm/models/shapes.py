@@ -243,21 +243,21 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount:
 
 
 def _count_gated_block(fields: Mapping[str, Any], width: int, num_heads: int) -> int:
-    """Return the parameters of a block with a gated MLP and RMS norms, as in Llama and Qwen."""
+    """Count the parameters of a block with a gated MLP and RMS norms, as in Llama and Qwen."""
     mlp_width = int(fields["intermediate_size"])
     head_width = int(fields.get("head_dim") or width // num_heads)
     query_width = num_heads * head_width
     key_value_width = 2 * int(fields["num_key_value_heads"]) * head_width
-    num_block = width * (2 * query_width + key_value_width) + 3 * width * mlp_width + 2 * width
+    num_params = width * (2 * query_width + key_value_width) + 3 * width * mlp_width + 2 * width
     if fields["model_type"] == "qwen2":
-        num_block += query_width + key_value_width
+        num_params += query_width + key_value_width
     elif fields.get("attention_bias"):
-        num_block += query_width + key_value_width + width
+        num_params += query_width + key_value_width + width
     if fields["model_type"] == "qwen3":
-        num_block += 2 * head_width  # norms of queries and keys
+        num_params += 2 * head_width  # norms of queries and keys
     if fields.get("mlp_bias"):
-        num_block += 2 * mlp_width + width
-    return num_block
+        num_params += 2 * mlp_width + width
+    return num_params
 
 
 def _count_biased_block(width: int, mlp_width: int, *, attention_bias: bool) -> int:
@@ -283,12 +283,10 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
     num_parameters = Tokens(size)
     if not 0 < num_parameters < _MAX_PARAMETERS:
         raise ConfigError(f"{size} is not a number of parameters such as 60M or 1.3B.")
-    error_by_shape, misfit_by_shape = {}, {}
-    for shape in _propose_shapes(fields, size):
-        num_layers, width, _ = shape
-        error = abs(_count_resized(fields, shape) / num_parameters - 1)
-        error_by_shape[shape] = error
-        misfit_by_shape[shape] = 20 * error + abs(math.log(num_layers / (math.sqrt(width) / 2)))
+    error_by_shape = {
+        shape: abs(_count_resized(fields, shape) / num_parameters - 1)
+        for shape in _propose_shapes(fields, size)
+    }
     fitting_shapes = [shape for shape, error in error_by_shape.items() if error <= SIZE_TOLERANCE]
     if size in SIZES and SIZES[size][:3] in fitting_shapes:
         return SIZES[size][:3]
@@ -300,7 +298,18 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
             f"{_count_resized(fields, nearest_shape):,}. Choose another size, or a smaller "
             "vocabulary with --config_overrides vocab_size=N."
         )
-    return min(fitting_shapes, key=misfit_by_shape.__getitem__)
+    return min(fitting_shapes, key=lambda shape: _rate_misfit(shape, error_by_shape[shape]))
+
+
+def _rate_misfit(shape: tuple[int, int, int], error: float) -> float:
+    """Return how far a shape is from the size and from sqrt(width) / 2 layers; 0 is best.
+
+    Args:
+        shape: Layers, width and heads.
+        error: Relative error of its number of parameters.
+    """
+    num_layers, width, _ = shape
+    return 20 * error + abs(math.log(num_layers / (math.sqrt(width) / 2)))
 
 
 def _propose_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int, int, int]]:
@@ -315,9 +324,9 @@ def _propose_shapes(fields: Mapping[str, Any], size: str) -> Iterator[tuple[int,
         num_heads = width // (64 if width < 2048 else 128)
         if num_heads % heads_per_group:
             continue
-        num_with_one_block = _count_resized(fields, (1, width, num_heads))
-        num_block = _count_resized(fields, (2, width, num_heads)) - num_with_one_block
-        num_layers = 1 + round((Tokens(size) - num_with_one_block) / num_block)
+        params_with_one_block = _count_resized(fields, (1, width, num_heads))
+        params_per_block = _count_resized(fields, (2, width, num_heads)) - params_with_one_block
+        num_layers = 1 + round((Tokens(size) - params_with_one_block) / params_per_block)
         yield min(max(num_layers, 1), _MAX_FITTED_LAYERS), width, num_heads
 
 

@@ -56,8 +56,8 @@ def active_parameters(model: PreTrainedModel) -> int:
     for module in model.modules():
         num_experts, expert_stacks = _find_expert_stacks(module)
         if num_chosen and expert_stacks:
-            num_stacked = sum(p.numel() for p in expert_stacks)
-            num_active -= num_stacked * (num_experts - num_chosen) // num_experts
+            num_expert_params = sum(p.numel() for p in expert_stacks)
+            num_active -= num_expert_params * (num_experts - num_chosen) // num_experts
     return num_active
 
 

@@ -32,7 +32,7 @@ _MAX_WARMUP_TOKENS = 375_000_000
 
 
 def optimal_batch_tokens(num_tokens: float, *, for_muon: bool = False) -> float:
-    """Return the tokens of a step.
+    """Return the compute-optimal global batch size, in tokens.
 
     Args:
         num_tokens: Tokens of the training.
@@ -63,10 +63,10 @@ def optimal_learning_rate(*, num_parameters: int, num_tokens: float, batch_token
         num_tokens: Tokens of the training.
         batch_tokens: Tokens of a step.
     """
-    rate = 1.79 * num_parameters**-0.713 * num_tokens**0.307
+    peak_rate = 1.79 * num_parameters**-0.713 * num_tokens**0.307
     best_batch_tokens = 0.58 * num_tokens**0.571
-    rate *= math.sqrt(min(1.0, batch_tokens / best_batch_tokens))
-    return _round_to_three_digits(min(rate, _MAX_LEARNING_RATE))
+    peak_rate *= math.sqrt(min(1.0, batch_tokens / best_batch_tokens))
+    return _round_to_three_digits(min(peak_rate, _MAX_LEARNING_RATE))
 
 
 def optimal_weight_decay(

@@ -8,7 +8,7 @@ import torch
 from llm.optim.options import OptimizerOptions, embedding_rate_factor
 
 
-def decays(name: str, parameter: torch.nn.Parameter) -> bool:
+def has_weight_decay(name: str, parameter: torch.nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter: to matrices, including embeddings.
 
     A matrix is a `weight` of two or more dimensions, or a stack of matrices such as fused experts.
@@ -25,7 +25,7 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
 
 
 def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Split the trained parameters of a model by weight decay and by learning rate.
+    """Group the trained parameters of a model by weight decay and by learning rate.
 
     A tied parameter counts once; empty groups are left out. Embeddings, output head, gains and
     biases may have a separate rate: the schedule's rate times a fixed `rate_factor`.
@@ -35,7 +35,9 @@ def parameter_groups(options: OptimizerOptions, model: torch.nn.Module) -> list[
         model: The model, or this rank's stages.
     """
     param_by_name = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    decayed_params = {param for name, param in param_by_name.items() if decays(name, param)}
+    decayed_params = {
+        param for name, param in param_by_name.items() if has_weight_decay(name, param)
+    }
     groups = split_groups(
         [{"params": [*param_by_name.values()]}],
         decayed_params,
@@ -69,8 +71,8 @@ def split_groups(
     Args:
         groups: Parameter groups; not changed.
         chosen_params: Parameters of any group.
-        chosen_settings: Settings of the chosen parameters; None leaves them out.
-        other_settings: Settings of the others; None leaves them out.
+        chosen_settings: Settings to add for the chosen parameters; None leaves these out.
+        other_settings: Settings to add for the others; None leaves these out.
     """
     subgroups: list[dict[str, Any]] = []
     for group in groups:
@@ -147,5 +149,5 @@ def inner_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [
         param
         for name, param in model.named_parameters()
-        if param.requires_grad and decays(name, param) and param not in excluded_params
+        if param.requires_grad and has_weight_decay(name, param) and param not in excluded_params
     ]

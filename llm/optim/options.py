@@ -176,15 +176,21 @@ def optimizer_problems(options: OptimizerOptions) -> list[str]:
             "of --learning_rate, which must be above 0."
         )
     if not options.optimizer_kind.has_betas:
-        kinds = optimizer_kinds(type(options))
-        *leading_names, last_name = (name for name, kind in kinds.items() if kind.has_betas)
-        allowed = f"{', '.join(leading_names)} and {last_name}" if leading_names else last_name
+        optimizer_list = _list_optimizers_with_betas(options)
         problems += [
-            f"--{name} is not for --optimizer {options.optimizer}, but for {allowed}; leave it out."
+            f"--{name} is not for --optimizer {options.optimizer}, but for {optimizer_list}; leave "
+            "it out."
             for name in ("betas", "eps")
             if name in non_default(options)
         ]
     return problems
+
+
+def _list_optimizers_with_betas(options: OptimizerOptions) -> str:
+    """Return the names of the optimizers that have betas, as in `adamw, muon and soap`."""
+    kinds = optimizer_kinds(type(options))
+    *leading_names, last_name = (name for name, kind in kinds.items() if kind.has_betas)
+    return f"{', '.join(leading_names)} and {last_name}" if leading_names else last_name
 
 
 def schedule_problems(options: OptimizerOptions) -> list[str]:

@@ -86,7 +86,7 @@ class RunOptimizer:
         """
 
     def owner_of(self, path: str) -> int | None:
-        """Return which of the ranks that divide the weights holds a tensor of a checkpoint.
+        """Return which of the ranks that divide the weights alone holds a tensor of a checkpoint.
 
         Args:
             path: Path of the tensor in the checkpoint.

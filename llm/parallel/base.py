@@ -261,7 +261,7 @@ class AcceleratedStrategy:
         """Return the likeliest next tokens, int64, and the labels' log-probabilities, float32."""
         self.wrapped.eval()
         with self.autocast():
-            likeliest, log_probs = self.loss.predictions(*self._local_batch(micro_batch)[:4])
+            likeliest, log_probs = self.loss.predict_tokens(*self._local_batch(micro_batch)[:4])
         return likeliest, log_probs
 
     def loss_scale(self) -> Tensor:

@@ -233,7 +233,7 @@ def test_predictions_are_the_likeliest_tokens_that_exist(family: str, chunked: b
     expected = model(input_ids).logits[..., :320].log_softmax(dim=-1)
 
     loss = LanguageModelLoss(model, is_chunked=chunked, chunk_bytes=TEN_ROWS)
-    likeliest, log_probs = loss.predictions(input_ids, labels)
+    likeliest, log_probs = loss.predict_tokens(input_ids, labels)
 
     assert torch.equal(likeliest, expected.argmax(dim=-1))
     of_labels = expected.gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)

@@ -2,7 +2,12 @@
 
 import pytest
 
-from llm.models.loss_chunks import LossChunks, default_chunks, equal_chunk_rows, fastest_chunk_rows
+from llm.models.loss_chunks import (
+    LossChunks,
+    choose_equal_chunk_rows,
+    choose_fastest_chunk_rows,
+    default_chunks,
+)
 
 GPT2, LLAMA = 50257, 32000
 H100 = 132
@@ -23,7 +28,7 @@ H100 = 132
     ],
 )
 def test_chunks_are_equal_and_multiples_of_128(tokens, columns, chunk_bytes, rows):
-    assert equal_chunk_rows(tokens, columns, chunk_bytes) == rows
+    assert choose_equal_chunk_rows(tokens, columns, chunk_bytes) == rows
 
 
 @pytest.mark.parametrize(
@@ -53,16 +58,16 @@ def test_no_other_size_that_fits_has_fewer_waves_than_gpt2s():
         return sum(-(-number // H100) for number in tiles)
 
     sizes = {"num_multiprocessors": H100, "width": 768}
-    assert waves(fastest_chunk_rows(65536, GPT2, 2 * 2**30, **sizes)) == 12 == waves(65536)
-    assert waves(equal_chunk_rows(65536, GPT2, 2 * 2**30)) == 14
+    assert waves(choose_fastest_chunk_rows(65536, GPT2, 2 * 2**30, **sizes)) == 12 == waves(65536)
+    assert waves(choose_equal_chunk_rows(65536, GPT2, 2 * 2**30)) == 14
 
 
 def test_chunks_on_unknown_multiprocessors_are_equal():
     chunks = LossChunks(num_bytes=2**30, num_multiprocessors=None)
-    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=True) == equal_chunk_rows(
+    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=True) == choose_equal_chunk_rows(
         65536, GPT2, 2 * 2**30
     )
-    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=False) == equal_chunk_rows(
+    assert chunks.choose_rows(65536, GPT2, 768, is_in_place=False) == choose_equal_chunk_rows(
         65536, GPT2, 2**30
     )
 

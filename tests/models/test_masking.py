@@ -107,9 +107,9 @@ def test_document_numbers_are_cleared_after_their_window():
 def test_predictions_keep_documents_apart_as_the_loss_does():
     loss = LanguageModelLoss(build("gpt2", "sdpa"))
 
-    packed, _ = loss.predictions(*packed_windows(), *split(True, True))
+    packed, _ = loss.predict_tokens(*packed_windows(), *split(True, True))
 
-    alone = [loss.predictions(*document)[0].flatten() for document in documents_alone()]
+    alone = [loss.predict_tokens(*document)[0].flatten() for document in documents_alone()]
     assert torch.equal(packed.flatten(), torch.cat(alone))
 
 

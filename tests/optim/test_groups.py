@@ -3,8 +3,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.matrix_optim.muon import make_muon
-from llm.optim.groups import decays, parameter_groups, scale_learning_rates
-from llm.optim.optimizers import make_adamw, make_sgd
+from llm.optim.adamw_and_sgd import make_adamw, make_sgd
+from llm.optim.groups import has_weight_decay, parameter_groups, scale_learning_rates
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
@@ -81,9 +81,11 @@ def test_our_adamw_takes_the_same_steps_as_torchs_plain_one():
 
 
 def test_fused_experts_are_decayed_and_a_stack_of_their_biases_is_not():
-    assert decays("mlp.experts.gate_up_proj", torch.nn.Parameter(torch.ones(4, 8, 8)))
-    assert not decays("mlp.experts.gate_up_proj_bias", torch.nn.Parameter(torch.ones(4, 8)))
-    assert not decays("mix.time_decay", torch.nn.Parameter(torch.ones(1, 1, 8)))
+    assert has_weight_decay("mlp.experts.gate_up_proj", torch.nn.Parameter(torch.ones(4, 8, 8)))
+    assert not has_weight_decay(
+        "mlp.experts.gate_up_proj_bias", torch.nn.Parameter(torch.ones(4, 8))
+    )
+    assert not has_weight_decay("mix.time_decay", torch.nn.Parameter(torch.ones(1, 1, 8)))
 
 
 def test_sgd_is_torchs_with_decay_on_matrices_and_its_state_from_the_start():

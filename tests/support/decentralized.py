@@ -13,8 +13,8 @@ from llm.extensions.decentralized.decentralized import DecentralizedStrategy
 from llm.extensions.decentralized.modes import DiLoCo, Gossip
 from llm.extensions.decentralized.rounds import Round, make_rounds
 from llm.extensions.matrix_optim.muon import make_muon
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.groups import parameter_groups
-from llm.optim.optimizers import make_adamw
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel import flat_buffers
 from llm.parallel.base import AcceleratedStrategy

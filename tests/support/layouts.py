@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llm.data.loader import MicroBatch
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.optimizers import make_adamw
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import OptimizerFactory
 from llm.parallel.accelerator import make_accelerator

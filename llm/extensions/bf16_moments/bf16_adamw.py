@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llm.optim.adamw_and_sgd import adamw_settings, adamw_state, adamw_step
 from llm.optim.groups import parameter_groups
-from llm.optim.optimizers import adamw_settings, adamw_state, adamw_step
 from llm.optim.options import OptimizerOptions
 
 _SLICE_SIZE = 2**22

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llm.optim.adamw_and_sgd import adamw_settings, adamw_state
 from llm.optim.groups import parameter_groups
-from llm.optim.optimizers import adamw_settings, adamw_state
 from llm.optim.options import OptimizerOptions
 
 

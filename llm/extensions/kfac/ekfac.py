@@ -22,7 +22,7 @@ from llm.extensions.matrix_optim.matrix_owners import (
     stacked_state,
 )
 from llm.extensions.matrix_optim.soap import SOAP, bias_correction, mask_skipped_gradient
-from llm.optim.optimizers import adamw_state, adamw_step
+from llm.optim.adamw_and_sgd import adamw_state, adamw_step
 
 NOISE_FLOOR = 3e-6
 """Fraction of a rotated matrix' root mean square below which entries are set to zero.

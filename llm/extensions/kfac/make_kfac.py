@@ -24,8 +24,8 @@ from llm.extensions.matrix_optim.matrices import ShardedMatrices
 from llm.extensions.matrix_optim.matrix_factories import FP32, MatrixRunOptimizer
 from llm.extensions.matrix_optim.matrix_owners import MatrixOwners
 from llm.extensions.matrix_optim.soap import list_basis_weights, make_soap
+from llm.optim.adamw_and_sgd import adamw_settings, make_adamw
 from llm.optim.groups import parameter_groups, split_groups
-from llm.optim.optimizers import adamw_settings, make_adamw
 from llm.optim.run_optimizer import OptimizerFactory, StateMemory
 
 EKFAC_UPDATE_STEPS = 50

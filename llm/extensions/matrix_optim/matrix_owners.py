@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llm.extensions.matrix_optim.fused import Fusion
-from llm.optim.optimizers import adamw_state, adamw_step
+from llm.optim.adamw_and_sgd import adamw_state, adamw_step
 
 
 @dataclass(eq=False, kw_only=True)

@@ -26,8 +26,8 @@ from llm.extensions.matrix_optim.matrix_owners import (
 )
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.models.mixtures import router_weights
+from llm.optim.adamw_and_sgd import adamw_settings
 from llm.optim.groups import inner_matrices, parameter_groups, split_groups
-from llm.optim.optimizers import adamw_settings
 from llm.runtime.float32 import has_half_products
 
 

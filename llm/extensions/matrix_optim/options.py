@@ -64,7 +64,7 @@ class MatrixExtension(Extension[MatrixOptions]):
             return None
         from llm.extensions.matrix_optim.hyperball import HyperballFactory
         from llm.extensions.matrix_optim.matrix_factories import MuonFactory, SOAPFactory
-        from llm.optim.optimizers import make_adamw
+        from llm.optim.adamw_and_sgd import make_adamw
         from llm.optim.run_optimizer import OptimizerFactory
 
         factory: OptimizerFactory

@@ -30,8 +30,8 @@ from llm.extensions.matrix_optim.matrix_owners import (
     stacked_state,
 )
 from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
+from llm.optim.adamw_and_sgd import adamw_settings, adamw_state
 from llm.optim.groups import embeddings_and_head, parameter_groups, split_groups
-from llm.optim.optimizers import adamw_settings, adamw_state
 
 MAX_DIM = 10_000
 """Maximum width of a side with a basis."""

@@ -29,19 +29,19 @@ def autocast_grouped_products() -> None:
 
 
 def _autocast_grouped_product(
-    device_type: str, dispatch_key: str, lhs: Tensor, rhs: Tensor, *args: Any, **kwargs: Any
+    device_type: str, dispatch_key: str, inputs: Tensor, weights: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute a grouped product in the dtype of autocast, which has this dispatch key."""
+    """Compute a grouped matrix product in the dtype of autocast on a device type."""
     autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     with torch._C._ExcludeDispatchKeyGuard(autocast_keys):  # dispatch continues below autocast
         dtype = torch.get_autocast_dtype(device_type)
-        lhs, rhs = lhs.to(dtype), _cast_weights(rhs, dtype)
-        product: Tensor = torch.ops.aten._grouped_mm(lhs, rhs, *args, **kwargs)
+        inputs, weights = inputs.to(dtype), _cast_weights(weights, dtype)
+        product: Tensor = torch.ops.aten._grouped_mm(inputs, weights, *args, **kwargs)
     return product
 
 
 def _cast_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return expert weights, or a transposed view of them, in another dtype.
+    """Cast the weights of experts, or a transposed view of them, to another dtype.
 
     Inside `cast_weights_once`, a parameter is cast once. The cast is stored by parameter because
     each call gets a new view. The local tensor of a DTensor is a view, too, but of a tensor without
@@ -50,12 +50,12 @@ def _cast_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
     parameter, view_base = weights, weights._base
     if view_base is not None and view_base.requires_grad == weights.requires_grad:
         parameter = view_base
-    is_whole = _has_same_layout(weights, parameter)
+    is_parameter = _has_same_layout(weights, parameter)
     is_transposed = parameter.ndim >= 2 and _has_same_layout(weights, parameter.mT)
-    if weights.dtype == dtype or not (is_whole or is_transposed):
+    if weights.dtype == dtype or not (is_parameter or is_transposed):
         return weights.to(dtype)
     cast_parameter = copy_once(parameter, lambda: parameter.to(dtype))
-    return cast_parameter if is_whole else cast_parameter.mT
+    return cast_parameter if is_parameter else cast_parameter.mT
 
 
 def _has_same_layout(first: Tensor, second: Tensor) -> bool:
@@ -71,14 +71,14 @@ def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
     copy the weights of each token's experts, but on the meta device this takes no memory. A model
     on another device does not change.
     """
-    configs: list[Any] = []
+    expert_configs: list[Any] = []
     if model.device.type == "meta":
-        configs = [experts.config for experts in find_experts(model).values()]
-    kernels = [config._experts_implementation for config in configs]
-    for config in configs:
-        config._experts_implementation = "batched_mm"
+        expert_configs = [experts.config for experts in find_experts(model).values()]
+    implementations = [expert_config._experts_implementation for expert_config in expert_configs]
+    for expert_config in expert_configs:
+        expert_config._experts_implementation = "batched_mm"
     try:
         yield
     finally:
-        for config, kernel in zip(configs, kernels, strict=True):
-            config._experts_implementation = kernel
+        for expert_config, implementation in zip(expert_configs, implementations, strict=True):
+            expert_config._experts_implementation = implementation

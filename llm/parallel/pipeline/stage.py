@@ -130,7 +130,7 @@ class PipelineStage(nn.Module):
                 if self.is_last:
                     outputs: tuple[Tensor, Tensor]
                     if predicting:
-                        outputs = loss.predictions(input_ids, labels, positions, documents)
+                        outputs = loss.predict_tokens(input_ids, labels, positions, documents)
                     else:
                         outputs = loss(input_ids, labels, positions, documents, sources)
                     return outputs

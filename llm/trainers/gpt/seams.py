@@ -462,7 +462,7 @@ def choose_factory(
         seed: The run's seed.
         layout: The run's layout; None if no run is started.
     """
-    from llm.optim.optimizers import make_optimizer
+    from llm.optim.adamw_and_sgd import make_optimizer
     from llm.optim.run_optimizer import OptimizerFactory
 
     factories = (

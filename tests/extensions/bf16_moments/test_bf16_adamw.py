@@ -18,7 +18,7 @@ from llm.extensions.bf16_moments.bf16_adamw import (
 )
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.optimizers import make_adamw
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.options import OptimizerOptions
 from llm.optim.run_optimizer import OptimizerFactory
 from tests.support.layouts import make_strategy

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from llm.errors import ConfigError
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
-from llm.optim.groups import decays, embeddings_and_head
+from llm.optim.groups import embeddings_and_head, has_weight_decay
 from llm.parallel.base import AcceleratedStrategy
 from llm.tools.plan.plan import main as plan
 from llm.trainers.gpt.extensions import GPTConfig
@@ -75,8 +75,8 @@ def plain_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [
         {
             "params": [p],
-            "weight_decay": 0.1 if decays(name, p) else 0.0,
-            "lr": 2e-3 if p in ends or not decays(name, p) else 1e-3,
+            "weight_decay": 0.1 if has_weight_decay(name, p) else 0.0,
+            "lr": 2e-3 if p in ends or not has_weight_decay(name, p) else 1e-3,
         }
         for name, p in model.named_parameters()
     ]

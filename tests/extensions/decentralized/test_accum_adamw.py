@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llm.extensions.decentralized.accum_adamw import AccumAdamW, make_accum_adamw
-from llm.optim.optimizers import make_adamw
+from llm.optim.adamw_and_sgd import make_adamw
 from llm.optim.options import OptimizerOptions
 from tests.support.models import tiny_config
 from tests.support.operations import Reads

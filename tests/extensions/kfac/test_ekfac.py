@@ -11,7 +11,7 @@ from llm.extensions.kfac.layers import find_covered_layers
 from llm.extensions.kfac.make_kfac import make_kfac
 from llm.extensions.matrix_optim.eigenbases import rotate
 from llm.extensions.matrix_optim.soap import SOAP
-from llm.optim.optimizers import adamw_state
+from llm.optim.adamw_and_sgd import adamw_state
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.extensions.kfac.toy import forward_backward, loss_sum, toy_batch, toy_ekfac, toy_model
 from tests.support.models import tiny_config

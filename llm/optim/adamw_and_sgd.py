@@ -51,12 +51,12 @@ def adamw_step(
     state: Mapping[Tensor, dict[str, Tensor]],
     found_inf: Tensor | None,
 ) -> None:
-    """Take a step of torch's fused AdamW on the parameters that have a gradient.
+    """Update the parameters that have a gradient by torch's fused AdamW, in place.
 
     Args:
         group: lr, betas, eps and weight_decay.
-        parameters: Tensors; `grad` holds the gradient or None.
-        state: By tensor, as `adamw_state` returns it.
+        parameters: Tensors with a gradient or None in `grad`.
+        state: State of each tensor, as `adamw_state` returns it; changed in place.
         found_inf: 1.0 where the step is skipped; read on the device.
     """
     updated_params = [param for param in parameters if param.grad is not None]
