@@ -175,7 +175,9 @@ class Stepper:
 
     def capture_stats(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for the passes of a step."""
-        return self._made.recording(token_weight=1 / tokens, loss_scale=lambda: self._loss_scale)
+        return self._made.record_passes(
+            token_weight=1 / tokens, loss_scale=lambda: self._loss_scale
+        )
 
     def step(self, model: Any, learning_rate: float) -> None:
         """Precondition, clip and update."""

@@ -81,14 +81,8 @@ def prune_checkpoints(folder: Path, options: CheckpointOptions, *, saved_step: i
     checkpoints = [
         checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.step <= saved_step
     ]
-    finite_checkpoints = [
-        checkpoint for checkpoint in checkpoints if math.isfinite(_eval_loss(checkpoint))
-    ]
-    best_checkpoints = sorted(finite_checkpoints, key=_eval_loss)[: options.save_top_k]
-    num_newest = options.keep_checkpoints
-    if num_newest is None:
-        num_newest = 1 if options.save_top_k else len(checkpoints)
-    newest_checkpoints = checkpoints[-max(1, num_newest) :]
+    best_checkpoints = _select_best(checkpoints, options)
+    newest_checkpoints = _select_newest(checkpoints, options)
     retained_paths = {checkpoint.path for checkpoint in (*best_checkpoints, *newest_checkpoints)}
     try:
         if best_checkpoints:
@@ -100,6 +94,22 @@ def prune_checkpoints(folder: Path, options: CheckpointOptions, *, saved_step: i
                 remove_checkpoint(checkpoint.path)
     except OSError as error:
         logger.warning(f"Old checkpoints in {folder} could not be removed: {error.strerror}.")
+
+
+def _select_best(checkpoints: list[Checkpoint], options: CheckpointOptions) -> list[Checkpoint]:
+    """Return the `save_top_k` checkpoints with the lowest validation losses, the best first."""
+    finite_checkpoints = [
+        checkpoint for checkpoint in checkpoints if math.isfinite(_eval_loss(checkpoint))
+    ]
+    return sorted(finite_checkpoints, key=_eval_loss)[: options.save_top_k]
+
+
+def _select_newest(checkpoints: list[Checkpoint], options: CheckpointOptions) -> list[Checkpoint]:
+    """Return the newest checkpoints that the options retain, at least one if there are any."""
+    num_newest = options.keep_checkpoints
+    if num_newest is None:
+        num_newest = 1 if options.save_top_k else len(checkpoints)
+    return checkpoints[-max(1, num_newest) :]
 
 
 def _update_best_link(folder: Path, best: Checkpoint, *, saved_step: int) -> None:
@@ -118,11 +128,11 @@ def _update_best_link(folder: Path, best: Checkpoint, *, saved_step: int) -> Non
 
 
 def mark_superseded(folder: Path, *, step: int) -> None:
-    """Rename abandoned checkpoints so that no resume chooses them.
+    """Rename the checkpoints of later steps, so that no resume chooses them.
 
     Args:
         folder: The run's `checkpoints` folder.
-        step: Step that training resumed from; later checkpoints are abandoned.
+        step: Step that training resumed from.
     """
     for path in list_checkpoint_folders(folder):
         if (checkpoint_step(path) or 0) > step:

@@ -83,7 +83,7 @@ class RunFolder:
         self.log = path / "log.txt"
         self.lock_path = path / ".lock"
 
-    def check(self, *, resume: bool, overwrite: bool) -> None:
+    def check_contents(self, *, resume: bool, overwrite: bool) -> None:
         """Refuse a folder with files that the run may not replace, or without write access.
 
         Args:
@@ -106,13 +106,19 @@ class RunFolder:
             raise self._other_files_error(run_files + model_files)
         if run_files and not (resume or overwrite):
             raise self._existing_run_error(run_files)
-        if not run_files and (surrounding_run := find_surrounding_run(self.path)) is not None:
+        if not run_files:
+            self._check_no_surrounding_run()
+        if overwrite:
+            self._check_no_links(training_files)
+
+    def _check_no_surrounding_run(self) -> None:
+        """Refuse a folder within the files of another run."""
+        surrounding_run = find_surrounding_run(self.path)
+        if surrounding_run is not None:
             raise ConfigError(
                 f"--output_dir {self.path} is within the files of the run {surrounding_run}; name "
                 "a folder outside of them."
             )
-        if overwrite:
-            self._check_no_links(training_files)
 
     def _check_no_links(self, training_files: list[Path]) -> None:
         """Refuse to overwrite a run with files in a folder that is a link."""
@@ -488,14 +494,14 @@ def describe_changes(
     ]
 
 
-def check_unchanged(
+def check_options_unchanged(
     saved_options: dict[str, object],
     current_options: dict[str, object],
     *,
     allowed_names: tuple[str, ...],
     branch_from: Path | None = None,
 ) -> None:
-    """Refuse to resume or to branch if a fixed option has changed.
+    """Refuse to resume a run, or to branch from it, if a fixed option has changed.
 
     Args:
         saved_options: The fixed options of the checkpoint.

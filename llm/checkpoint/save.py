@@ -172,12 +172,16 @@ class Saver:
             self._save_snapshot(snapshot)
             self.finish()
             return
+        self._start_save_thread(snapshot)
+        if not self._options.async_checkpoint:
+            self._training_may_continue.wait()
+
+    def _start_save_thread(self, snapshot: Snapshot) -> None:
+        """Write a snapshot in a thread, which `finish` joins."""
         self._training_may_continue.clear()
         self._thread = threading.Thread(target=self._save_snapshot, args=(snapshot,), name="save")
         self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
-        if not self._options.async_checkpoint:
-            self._training_may_continue.wait()
 
     def _take_snapshot(self, *, step: int, eval_loss: float | None) -> Snapshot:
         """Return the state of all parts; the copies of this rank's tensors may still be running.

@@ -284,7 +284,7 @@ class Samples:
         starts = np.empty_like(indices_in_source)
         for source_index in np.unique(source_indices).tolist():
             is_from_source = source_indices == source_index
-            starts[is_from_source] = self._samplers[source_index].starts(
+            starts[is_from_source] = self._samplers[source_index].locate_windows(
                 indices_in_source[is_from_source]
             )
         return source_indices, starts

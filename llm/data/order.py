@@ -166,7 +166,7 @@ class WindowSampler:
             self._compute_block, num_values=1, size=_SAMPLES_PER_WINDOW_BLOCK
         )
 
-    def starts(self, samples: NDArray[Any]) -> Int64s:
+    def locate_windows(self, samples: NDArray[Any]) -> Int64s:
         """Return the position of each sample's first token.
 
         Args:

@@ -1,6 +1,6 @@
 """Sums over the steps of a logging interval, kept on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +169,24 @@ class Meter:
         num_names = len(self._names)
         mean_by_name = dict(zip(self._names, means_and_sums[:num_names], strict=True))
         sum_by_name = dict(zip(self._names, means_and_sums[num_names:], strict=True))
+        self._divide_by_counts(mean_by_name, sum_by_name)
+        return {
+            **mean_by_name,
+            "grad_norm": grad_norm,
+            "skipped_steps": skipped_steps,
+            "nan_steps": nan_steps,
+        }
+
+    def _divide_by_counts(
+        self, mean_by_name: dict[str, float], sum_by_name: Mapping[str, float]
+    ) -> None:
+        """Replace the means of sums with a count, such as `loss/web`, by the sum per count.
+
+        Args:
+            mean_by_name: Means per token of the interval; changed. Counts, and means of nothing,
+                are removed.
+            sum_by_name: The sums and the counts, which are named `#loss/web`.
+        """
         for name in self._names_with_count:
             count = sum_by_name[f"#{name}"]
             del mean_by_name[f"#{name}"]
@@ -176,12 +194,6 @@ class Meter:
                 mean_by_name[name] = sum_by_name[name] / count
             else:
                 del mean_by_name[name]
-        return {
-            **mean_by_name,
-            "grad_norm": grad_norm,
-            "skipped_steps": skipped_steps,
-            "nan_steps": nan_steps,
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain numbers, after `all_reduce`.

@@ -322,14 +322,7 @@ class MetricsReporter:
         if step == self._first_step and not names_in_file.isdisjoint(record):
             return
         # Write the line last: once it is on disk, a resumed run does not send points again.
-        value_by_tag = {_tracker_tag(name): value for name, value in record.items()}
-        try:
-            self._log_to_trackers(value_by_tag, step)
-        except Exception as error:  # such as a full disk, or a server that does not answer
-            logger.warning(
-                f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
-            )
-            self._log_to_trackers = lambda values, step: None
+        self._send_to_trackers(record, step=step)
         if self._file is not None:
             self._file.append(record, step=step)
         self.wall_time.write()
@@ -346,6 +339,17 @@ class MetricsReporter:
         """
         if self._file is not None:
             self._file.flush()
+
+    def _send_to_trackers(self, record: Mapping[str, float], *, step: int) -> None:
+        """Send values to the trackers; after a failure, warn and send no more."""
+        value_by_tag = {_tracker_tag(name): value for name, value in record.items()}
+        try:
+            self._log_to_trackers(value_by_tag, step)
+        except Exception as error:  # such as a full disk, or a server that does not answer
+            logger.warning(
+                f"The trackers get no more points ({one_line(error)}); metrics.jsonl does."
+            )
+            self._log_to_trackers = lambda values, step: None
 
     def _apply_to_bar(self, action: Callable[[Any], object]) -> None:
         """Call a function with the progress bar; remove the bar once the terminal is closed."""

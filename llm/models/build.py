@@ -155,7 +155,20 @@ def _build_from_config(
     Raises:
         ConfigError: transformers cannot build the model.
     """
-    text_config = config.get_text_config()
+    _fit_vocabulary(config.get_text_config(), vocab_size)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **_transformers_arguments(options))
+    except Exception as error:  # the library's model checks its configuration in its own ways
+        raise _make_build_error(options, config, error) from error
+    train_padding_token(model)  # first: the library initializes its row to zero
+    if device.type != "meta":
+        materialize(model, seed=seed, device=device)
+    return model
+
+
+def _fit_vocabulary(text_config: PreTrainedConfig, vocab_size: int) -> None:
+    """Enlarge the vocabulary of a configuration, in place, to the tokens of the tokenizer."""
     if vocab_size > text_config.vocab_size:
         _log_enlarged_embedding(text_config.vocab_size, vocab_size)
         text_config.vocab_size = vocab_size
@@ -170,15 +183,6 @@ def _build_from_config(
     pad_token_id = getattr(text_config, "pad_token_id", None)
     if pad_token_id is not None and pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None  # of another tokenizer; the library's embedding refuses it
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_transformers_arguments(options))
-    except Exception as error:  # the library's model checks its configuration in its own ways
-        raise _make_build_error(options, config, error) from error
-    train_padding_token(model)  # first: the library initializes its row to zero
-    if device.type != "meta":
-        materialize(model, seed=seed, device=device)
-    return model
 
 
 def _load_pretrained(

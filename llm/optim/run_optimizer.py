@@ -60,10 +60,10 @@ class RunOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
-    def recording(
+    def record_passes(
         self, *, token_weight: float, loss_scale: Callable[[], Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context around the forward and backward passes of a step.
+        """Return a context around the passes of a step, in which an optimizer may record them.
 
         Args:
             token_weight: Factor on the loss of each token in the objective of a rank.

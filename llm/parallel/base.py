@@ -178,7 +178,7 @@ class AcceleratedStrategy:
 
     def _record_step(self) -> contextlib.AbstractContextManager[None]:
         """Return the optimizer's context around the passes of a step."""
-        return self.run_optimizer.recording(
+        return self.run_optimizer.record_passes(
             token_weight=self.token_weight, loss_scale=self.loss_scale
         )
 

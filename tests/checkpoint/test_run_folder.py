@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm.checkpoint import run_folder
-from llm.checkpoint.run_folder import RunFolder, check_unchanged
+from llm.checkpoint.run_folder import RunFolder, check_options_unchanged
 from llm.errors import CheckpointError, ConfigError, DataError
 from llm.runtime import claims
 
@@ -21,8 +21,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 def test_an_empty_or_missing_folder_can_be_used(tmp_path):
-    RunFolder(tmp_path).check(resume=False, overwrite=False)
-    RunFolder(tmp_path / "a" / "b").check(resume=False, overwrite=False)
+    RunFolder(tmp_path).check_contents(resume=False, overwrite=False)
+    RunFolder(tmp_path / "a" / "b").check_contents(resume=False, overwrite=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -30,9 +30,9 @@ def test_a_folder_of_another_run_is_refused_without_resume_or_overwrite(tmp_path
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     RunFolder(tmp_path).write_status("running")
     with pytest.raises(ConfigError, match=r"holds a run already \(status.json, metrics.jsonl\)"):
-        RunFolder(tmp_path).check(resume=False, overwrite=False)
-    RunFolder(tmp_path).check(resume=True, overwrite=False)
-    RunFolder(tmp_path).check(resume=False, overwrite=True)
+        RunFolder(tmp_path).check_contents(resume=False, overwrite=False)
+    RunFolder(tmp_path).check_contents(resume=True, overwrite=False)
+    RunFolder(tmp_path).check_contents(resume=False, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_files_not_written_by_a_run_are_never_replaced(tmp_path, name, how):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError) as caught:
-        RunFolder(tmp_path).check(**{"resume": False, "overwrite": False, **how})
+        RunFolder(tmp_path).check_contents(**{"resume": False, "overwrite": False, **how})
     assert f"holds no run, but files that this run would replace ({name})" in str(caught.value)
 
 
@@ -57,7 +57,7 @@ def test_a_run_can_start_in_a_folder_that_holds_only_the_stacks_of_a_hang(tmp_pa
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank_00001.txt").write_text("rank 0 on host hangs")
     run = RunFolder(tmp_path)
-    run.check(**{"resume": False, "overwrite": False, **how})
+    run.check_contents(**{"resume": False, "overwrite": False, **how})
     run.open(overwrite=False, config="seed = 1\n")
     assert (tmp_path / "config.toml").read_text() == "seed = 1\n"
 
@@ -68,7 +68,7 @@ def test_a_folder_with_the_users_own_files_can_be_used(tmp_path):
     for name in names:
         (tmp_path / name).write_text("mine")
     run = RunFolder(tmp_path)
-    run.check(resume=False, overwrite=False)
+    run.check_contents(resume=False, overwrite=False)
     run.open(overwrite=False, config="seed = 1\n")
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
@@ -76,28 +76,28 @@ def test_a_folder_with_the_users_own_files_can_be_used(tmp_path):
 def test_a_folder_with_moved_checkpoints_counts_as_a_run(tmp_path):
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
-    RunFolder(tmp_path).check(resume=True, overwrite=False)
+    RunFolder(tmp_path).check_contents(resume=True, overwrite=False)
     with pytest.raises(ConfigError, match=r"holds a run already \(checkpoints\)"):
-        RunFolder(tmp_path).check(resume=False, overwrite=False)
+        RunFolder(tmp_path).check_contents(resume=False, overwrite=False)
 
 
 def test_a_default_folder_name_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is too long; give an --output_dir"):
-        RunFolder(tmp_path / ("a" * 300)).check(resume=False, overwrite=False)
+        RunFolder(tmp_path / ("a" * 300)).check_contents(resume=False, overwrite=False)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=f"{tmp_path}/file is a file; name a folder"):
-            RunFolder(path).check(resume=False, overwrite=False)
+            RunFolder(path).check_contents(resume=False, overwrite=False)
 
 
 def test_a_link_to_nothing_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("nothing")
     for path in (tmp_path / "link", tmp_path / "link" / "run"):
         with pytest.raises(ConfigError, match="link is a link to nothing, which does not exist"):
-            RunFolder(path).check(resume=False, overwrite=False)
+            RunFolder(path).check_contents(resume=False, overwrite=False)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
@@ -112,13 +112,13 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and allowed(path, mode))
     for path in (tmp_path, tmp_path / "new" / "run"):
         with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written to .*; name another"):
-            RunFolder(path).check(resume=False, overwrite=False)
+            RunFolder(path).check_contents(resume=False, overwrite=False)
 
 
 @pytest.mark.parametrize("name", [".", "new/run"])
 def test_a_check_writes_nothing_that_a_kill_could_leave_behind(tmp_path, name):
     os.utime(tmp_path, ns=(0, 0))
-    RunFolder(tmp_path / name).check(resume=False, overwrite=False)
+    RunFolder(tmp_path / name).check_contents(resume=False, overwrite=False)
     assert tmp_path.stat().st_mtime_ns == 0
 
 
@@ -202,7 +202,7 @@ def test_a_kill_while_overwriting_leaves_the_whole_run_or_none(tmp_path):
             assert run.metrics.read_text() == "text"
             assert (run.path / "config.toml").read_text() == "seed = 1\n"
             continue
-        run.check(resume=True, overwrite=False)
+        run.check_contents(resume=True, overwrite=False)
         run.check_unfinished()
         run.open(overwrite=False, config="seed = 2\n")
         assert {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()} == {
@@ -221,11 +221,11 @@ def test_overwriting_does_not_follow_links(tmp_path):
     run.path.mkdir()
     run.checkpoints.symlink_to(elsewhere)
     run.write_status("finished")
-    run.check(resume=True, overwrite=False)
+    run.check_contents(resume=True, overwrite=False)
     (tmp_path / "linked").symlink_to(run.path)
     for folder in (run, RunFolder(tmp_path / "linked")):
         with pytest.raises(ConfigError, match="checkpoints is a link, and --overwrite_output_dir"):
-            folder.check(resume=False, overwrite=True)
+            folder.check_contents(resume=False, overwrite=True)
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, monke
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     for look in (
-        lambda: run.check(resume=False, overwrite=True),
+        lambda: run.check_contents(resume=False, overwrite=True),
         lambda: run.would_overwrite(tmp_path),
     ):
         with pytest.raises(ConfigError, match=r"checkpoints cannot be read \(Permission denied"):
@@ -416,7 +416,7 @@ def test_the_status_file_records_the_state_and_its_reason(tmp_path):
 def test_every_changed_setting_is_listed_in_one_error():
     saved = {"seed": 1, "block_size": 64, "learning_rate": 0.1}
     with pytest.raises(CheckpointError) as caught:
-        check_unchanged(
+        check_options_unchanged(
             saved, {"seed": 2, "block_size": 32, "learning_rate": 0.1}, allowed_names=()
         )
     assert "seed was 1 and is 2; block_size was 64 and is 32" in str(caught.value)
@@ -426,7 +426,7 @@ def test_every_changed_setting_is_listed_in_one_error():
 def test_a_branch_with_changed_settings_is_told_what_a_branch_can_do():
     parent = Path("runs/a/checkpoints/step_00000004")
     with pytest.raises(CheckpointError) as caught:
-        check_unchanged({"seed": 1}, {"seed": 2}, allowed_names=(), branch_from=parent)
+        check_options_unchanged({"seed": 1}, {"seed": 2}, allowed_names=(), branch_from=parent)
     assert str(caught.value) == (
         "A branch of runs/a/checkpoints/step_00000004 cannot change these settings: seed was 1 and "
         "is 2. Leave them out, or allow a change with --change_on_resume NAME."
@@ -437,17 +437,17 @@ def test_a_branch_with_changed_settings_is_told_what_a_branch_can_do():
 def test_a_run_does_not_begin_within_the_files_of_another(tmp_path, name):
     other = RunFolder(tmp_path / "other")
     other.path.mkdir()
-    RunFolder(tmp_path / "other" / name).check(resume=False, overwrite=False)
+    RunFolder(tmp_path / "other" / name).check_contents(resume=False, overwrite=False)
     other.write_status("finished")
     for resume in (False, True):
         with pytest.raises(ConfigError) as caught:
-            RunFolder(tmp_path / "other" / name).check(resume=resume, overwrite=False)
+            RunFolder(tmp_path / "other" / name).check_contents(resume=resume, overwrite=False)
         assert str(caught.value) == (
             f"--output_dir {tmp_path / 'other' / name} is within the files of the run "
             f"{tmp_path / 'other'}; name a folder outside of them."
         )
-    RunFolder(tmp_path / "other" / "beside").check(resume=False, overwrite=False)
+    RunFolder(tmp_path / "other" / "beside").check_contents(resume=False, overwrite=False)
 
 
 def test_an_allowed_change_of_a_setting_is_accepted():
-    check_unchanged({"seed": 1}, {"seed": 2}, allowed_names=("seed",))
+    check_options_unchanged({"seed": 1}, {"seed": 2}, allowed_names=("seed",))

@@ -37,7 +37,7 @@ def test_a_single_source_has_the_order_of_its_sampler(streams):
 
     assert samples.num_windows == 40
     for numbers in (np.arange(5000), np.array([10**12, 1023, 1024, 0, 7])):
-        assert (samples.read(numbers)[:, 0] == sampler.starts(numbers)).all()
+        assert (samples.read(numbers)[:, 0] == sampler.locate_windows(numbers)).all()
 
 
 def test_samples_are_windows_of_the_blends_sources(streams):

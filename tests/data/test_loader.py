@@ -101,7 +101,9 @@ def test_samples_are_in_the_order_of_the_sampler(stream):
     batches = list(loader.read_steps(0))
 
     assert len(batches) == 3
-    assert inputs_that_count(batches)[:, 0].tolist() == sampler.starts(np.arange(21)).tolist()
+    assert (
+        inputs_that_count(batches)[:, 0].tolist() == sampler.locate_windows(np.arange(21)).tolist()
+    )
     assert np.concatenate([batch.samples for batch in batches]).tolist() == list(range(21))
 
 
@@ -151,7 +153,7 @@ def test_resuming_reads_no_skipped_data(stream):
     assert len(rest) == 1
     assert torch.equal(inputs_that_count(rest), inputs_that_count(whole[2:]))
     sampler = WindowSampler(num_tokens=42, block_size=BLOCK_SIZE, seed=1)
-    assert set(stream.read) == set(sampler.starts(np.arange(16, 21)).tolist())
+    assert set(stream.read) == set(sampler.locate_windows(np.arange(16, 21)).tolist())
     assert list(train_loader(stream).read_steps(3)) == []
 
 

@@ -50,14 +50,25 @@ def test_the_order_is_the_same_on_every_machine_and_in_every_version():
     sampler = WindowSampler(num_tokens=100, block_size=20, seed=0)
 
     assert permute(np.arange(7), size=7, key=1).tolist() == [3, 2, 5, 4, 1, 6, 0]
-    assert sampler.starts(np.arange(10)).tolist() == [80, 20, 40, 0, 60, 96, 36, 56, 76, 16]
+    assert sampler.locate_windows(np.arange(10)).tolist() == [
+        80,
+        20,
+        40,
+        0,
+        60,
+        96,
+        36,
+        56,
+        76,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("num_windows", [1, 2, 7, 1000])
 def test_each_window_occurs_once_in_each_of_three_epochs(num_windows):
     sampler = WindowSampler(num_tokens=num_windows * 8 + 5, block_size=8, seed=1)
 
-    starts = sampler.starts(np.arange(3 * num_windows)).reshape(3, num_windows)
+    starts = sampler.locate_windows(np.arange(3 * num_windows)).reshape(3, num_windows)
 
     assert sampler.num_windows == num_windows
     assert sorted(starts[0]) == list(range(0, num_windows * 8, 8))
@@ -69,7 +80,7 @@ def test_each_window_occurs_once_in_each_of_three_epochs(num_windows):
 def test_epochs_differ_in_order_and_after_the_first_in_offset():
     sampler = WindowSampler(num_tokens=1000, block_size=10, seed=1)
 
-    first, second, third = sampler.starts(np.arange(300)).reshape(3, 100)
+    first, second, third = sampler.locate_windows(np.arange(300)).reshape(3, 100)
 
     assert set(first % 10) == {0}
     assert len({*second % 10}) == len({*third % 10}) == 1
@@ -79,7 +90,9 @@ def test_epochs_differ_in_order_and_after_the_first_in_offset():
 
 def test_seeds_differ_in_order():
     orders = [
-        tuple(WindowSampler(num_tokens=1000, block_size=10, seed=seed).starts(np.arange(100)))
+        tuple(
+            WindowSampler(num_tokens=1000, block_size=10, seed=seed).locate_windows(np.arange(100))
+        )
         for seed in (0, 1, 2, -1, 2**64 + 3)
     ]
 
@@ -89,9 +102,9 @@ def test_seeds_differ_in_order():
 def test_a_batch_across_epochs_equals_its_samples_one_by_one():
     sampler = WindowSampler(num_tokens=75, block_size=10, seed=1)
 
-    together = sampler.starts(np.arange(30))
+    together = sampler.locate_windows(np.arange(30))
 
-    assert together.tolist() == [int(sampler.starts(np.array(g))) for g in range(30)]
+    assert together.tolist() == [int(sampler.locate_windows(np.array(g))) for g in range(30)]
 
 
 def test_a_stream_too_short_for_one_window_is_refused():

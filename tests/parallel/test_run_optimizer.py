@@ -20,7 +20,7 @@ class Noting(RunOptimizer):
         self.notes = []
 
     @contextlib.contextmanager
-    def recording(self, *, token_weight, loss_scale):
+    def record_passes(self, *, token_weight, loss_scale):
         self.notes.append(f"begin, scale {loss_scale().item():g}, weight 1 / {1 / token_weight:g}")
         yield
         self.notes.append("end")

@@ -233,7 +233,9 @@ def test_an_id_beyond_the_vocabulary_ends_the_run_in_a_sentence(bench):
 def test_an_invalid_id_that_only_rank_1_reads_is_reported_by_it(bench):
     """Of the first step's two windows, one a rank, the second one holds the id."""
     seed = 1
-    starts = WindowSampler(num_tokens=128, block_size=32, seed=seed).starts(np.array([0, 1]))
+    starts = WindowSampler(num_tokens=128, block_size=32, seed=seed).locate_windows(
+        np.array([0, 1])
+    )
     tokens = np.full(128, 5)
     tokens[starts[1] + 5] = 400
     prefix = write_pair(bench.folder / "second", [tokens.tolist()])

@@ -76,7 +76,7 @@ class KFAC(MatrixRunOptimizer):
         self.preconditioner = preconditioner
         self._method_description = method_description
 
-    def recording(
+    def record_passes(
         self, *, token_weight: float, loss_scale: Callable[[], Tensor]
     ) -> contextlib.AbstractContextManager[None]:
         """Surround one step's forward and backward passes, all micro-batches of it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.retention import BEST_LINK
-from llm.checkpoint.run_folder import check_unchanged
+from llm.checkpoint.run_folder import check_options_unchanged
 from llm.errors import CheckpointError
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.recorded_options import (
@@ -61,7 +61,7 @@ def validated_branch_parent(
     allowed_names = list_changeable_options(config, parent)
     if config.cooldown_tokens is not None:
         allowed_names += _COOLDOWN_OPTIONS
-    check_unchanged(
+    check_options_unchanged(
         parent_options,
         list_fixed_options(config, defaults=parent_options),
         allowed_names=tuple(allowed_names),

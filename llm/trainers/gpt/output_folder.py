@@ -35,7 +35,7 @@ def check_output_folder(
     """
     run_folders = {Path(os.path.realpath(folder.path)), Path(os.path.realpath(folder.checkpoints))}
     if resume_from is not None and not run_folders.isdisjoint(resume_from.path.resolve().parents):
-        folder.check(resume=True, overwrite=False)
+        folder.check_contents(resume=True, overwrite=False)
         return
     inputs = [
         (name, input_path)
@@ -48,7 +48,7 @@ def check_output_folder(
         _check_input_outside(folder, name, input_path)
     # A checkpoint of another run does not resume the run in this folder.
     resume = config.resume_from_checkpoint is True
-    folder.check(resume=resume, overwrite=config.overwrite_output_dir)
+    folder.check_contents(resume=resume, overwrite=config.overwrite_output_dir)
 
 
 def _check_input_outside(folder: RunFolder, option_name: str, input_path: str) -> None:

@@ -13,7 +13,7 @@ from llm.checkpoint.format import (
     list_checkpoint_folders,
 )
 from llm.checkpoint.load import find_newest_checkpoint, read_verified_checkpoint
-from llm.checkpoint.run_folder import RunFolder, check_unchanged, describe_changes
+from llm.checkpoint.run_folder import RunFolder, check_options_unchanged, describe_changes
 from llm.checkpoint.staging import complete_staged_checkpoint
 from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
@@ -121,7 +121,7 @@ def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} holds another state of the optimizer: {'; '.join(changes)}. Give "
             "the former values, or start another run from its weights with --init_from."
         )
-    check_unchanged(checkpoint_options, run_options, allowed_names=allowed_names)
+    check_options_unchanged(checkpoint_options, run_options, allowed_names=allowed_names)
 
 
 def find_run_checkpoint(location: str, *, option: str) -> Checkpoint:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llm.checkpoint.format import Checkpoint
-from llm.checkpoint.run_folder import check_unchanged
+from llm.checkpoint.run_folder import check_options_unchanged
 from llm.config.duration import Duration
 from llm.data.batch_plan import BatchPlan, plan_batches
 from llm.data.batch_schedule import plan_batch_phases
@@ -105,7 +105,7 @@ def read_inherited_global_batch(run: Run) -> int | str | None:
     saved_phases = plan_batch_phases(saved_batch, block_size=run.block_size)
     requested_phases = plan_batch_phases(requested_batch, block_size=run.block_size)
     if tuple(saved_phases) != tuple(requested_phases):
-        check_unchanged(
+        check_options_unchanged(
             {"global_batch_size": run.start.metadata.get("batch_option") or saved_batch},
             {"global_batch_size": requested_batch},
             allowed_names=(),

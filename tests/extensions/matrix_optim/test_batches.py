@@ -39,7 +39,7 @@ class Training:
     def step(self, number, *, skipped=False):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, 64, (4, 16), generator=generator)
-        with self.made.recording(token_weight=1 / 60, loss_scale=lambda: torch.ones(())):
+        with self.made.record_passes(token_weight=1 / 60, loss_scale=lambda: torch.ones(())):
             self.model(tokens, labels=tokens).loss.backward()
         if skipped:
             next(self.model.parameters()).grad[0, 0] = float("inf")
