@@ -25,7 +25,7 @@ class Setting:
         width: Its width, a multiple of 32.
         backend: Compiler of the blocks: inductor, or aot_eager to rehearse.
         compiled: Whether the blocks are compiled.
-        reproducible: Whether the settings of `make_code_reproducible` hold.
+        reproducible: Whether the settings of `make_compilation_reproducible` hold.
         resumed: Whether it starts from the saved state.
         keeps_code: Whether it loads compiled code from the folder, and saves it.
         copies: Whether the state is copied on a stream during the step after the cut, as a
@@ -52,7 +52,7 @@ def train(setting: Setting) -> dict[str, Any]:
     from llm.checkpoint.snapshot import copy_to_host
     from llm.extensions.compiled_code.code_file import CodeFile
     from llm.models.build import build_model
-    from llm.models.compilation import compile_blocks, make_code_reproducible
+    from llm.models.compilation import compile_blocks, make_compilation_reproducible
     from llm.models.loss import make_loss
     from llm.models.options import ModelOptions
     from llm.runtime.process_settings import deterministic_kernels
@@ -74,7 +74,7 @@ def train(setting: Setting) -> dict[str, Any]:
     code_file = CodeFile(folder / "code", rank=0)
     with deterministic_kernels():
         if setting.reproducible:
-            make_code_reproducible()
+            make_compilation_reproducible()
         if setting.keeps_code:
             code_file.load()
         model = build_model(

@@ -226,7 +226,7 @@ class RunFolder:
         )
         return is_in_run or os.path.realpath(input_path) == os.path.realpath(self.path)
 
-    def check_unfinished(self) -> None:
+    def check_not_finished(self) -> None:
         """Refuse to resume a finished run without checkpoints, which would start it again.
 
         Raises:
@@ -296,7 +296,7 @@ class RunFolder:
                 lock_file.close()
 
     def _take_ownership(self, lock_file: IO[str]) -> Claim:
-        """Lock the folder, or acquire and return a claim on a file system without locks."""
+        """Lock the folder, or acquire its claim on a file system without locks; note the owner."""
         claim = Claim(self.path, OWNER_CLAIM_NAME, on_loss=self._end_process)
         try:
             # `has_lock_holder` of another program holds the lock for a moment.
@@ -313,18 +313,18 @@ class RunFolder:
         return claim
 
     def _wait_for_claim(self, claim: Claim, lock_file: IO[str]) -> None:
-        """Wait until the last owner of the folder is known to be dead."""
-        has_warned = False
+        """Acquire a claim; wait until its last owner has given no sign of life for some time."""
+        has_logged = False
         while not claim.try_acquire():
             if claim.has_rival:
                 raise self._in_use_error()
-            if not has_warned:
+            if not has_logged:
                 logger.warning(
                     f"{self.path} is on a file system without locks, and its last run has not "
                     f"ended by itself: waiting up to {HEARTBEAT_TIMEOUT_SECONDS:g} seconds for a "
                     "sign of life."
                 )
-            has_warned = True
+            has_logged = True
             time.sleep(_CLAIM_POLL_SECONDS)
 
     def _in_use_error(self) -> ConfigError:
@@ -360,7 +360,7 @@ class RunFolder:
             if self.checkpoints.is_dir():
                 (self.checkpoints / STAGING_RECORD).unlink(missing_ok=True)  # abandons staged ones
             self.write_status("running")
-            self._remove_abandoned()
+            self._remove_abandoned_checkpoints()
             write_whole(self.path / "config.toml", config)
         except OSError as error:
             raise self._unwritable_error(error) from error
@@ -375,7 +375,7 @@ class RunFolder:
         """Rename the checkpoints folder of the former run, so that no start resumes that run.
 
         The renamed folder tells each start that the former run must be removed. It exists until
-        `_remove_abandoned`.
+        `_remove_abandoned_checkpoints`.
         """
         if self.checkpoints.exists() and not self._abandoned.exists():
             self.checkpoints.rename(self._abandoned)
@@ -391,7 +391,7 @@ class RunFolder:
             with contextlib.suppress(OSError):  # missing, or it contains files of the user
                 (self.path / name).rmdir()
 
-    def _remove_abandoned(self) -> None:
+    def _remove_abandoned_checkpoints(self) -> None:
         """Remove abandoned checkpoints, and move the user's files back to `checkpoints`."""
         if not self._abandoned.exists():
             return

@@ -87,40 +87,47 @@ class Snapshot:
 
 
 def assign_writers(
-    state: Mapping[str, torch.Tensor], *, rank: int, world_size: int, owner_ranks: OwnerRanks
+    tensor_by_path: Mapping[str, torch.Tensor],
+    *,
+    rank: int,
+    world_size: int,
+    owner_ranks: OwnerRanks,
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Choose the tensors that this rank writes; every rank computes the same assignment.
 
     Args:
-        state: All tensors that this rank holds, by path.
+        tensor_by_path: All tensors that this rank holds, by path.
         rank: Rank of this process.
         world_size: Number of ranks.
         owner_ranks: Ranks that hold a tensor that is not sharded.
 
     Returns:
-        The tensors of this rank; and for each tensor in `state` the index (from 1) of its file on
-        the rank that writes it.
+        The tensors of this rank; and for each path the index (from 1) of its file on the rank
+        that writes it.
     """
-    owners_by_path = {path: tuple(owner_ranks(path)) for path in state}
+    owners_by_path = {path: tuple(owner_ranks(path)) for path in tensor_by_path}
     # Tensors on the most ranks come first: tensors that fewer ranks know must not change their
     # writers. Then the largest, for an even load.
-    paths = sorted(state, key=lambda path: (-len(owners_by_path[path]), -state[path].nbytes, path))
-    whole_tensors: dict[str, torch.Tensor] = {}
+    paths = sorted(
+        tensor_by_path,
+        key=lambda path: (-len(owners_by_path[path]), -tensor_by_path[path].nbytes, path),
+    )
+    unsharded_tensors: dict[str, torch.Tensor] = {}
     sharded_tensors: dict[str, DTensor] = {}
     for path in paths:
-        tensor = state[path]
+        tensor = tensor_by_path[path]
         if not isinstance(tensor, DTensor):
-            whole_tensors[path] = tensor
+            unsharded_tensors[path] = tensor
         elif tensor.numel():  # a sharded tensor without elements is not written
             sharded_tensors[path] = tensor
-    local_tensors, file_index_by_path = _assign_whole_tensors(
-        whole_tensors, owners_by_path, rank=rank, world_size=world_size
+    local_tensors, file_index_by_path = _assign_unsharded_tensors(
+        unsharded_tensors, owners_by_path, rank=rank, world_size=world_size
     )
     local_shards, shard_file_index_by_path = _assign_shards(sharded_tensors, owners_by_path)
     return local_tensors | local_shards, file_index_by_path | shard_file_index_by_path
 
 
-def _assign_whole_tensors(
+def _assign_unsharded_tensors(
     tensors: Mapping[str, torch.Tensor],
     owners_by_path: Mapping[str, tuple[int, ...]],
     *,
@@ -327,19 +334,10 @@ def _allocate_buffers(
     """Return host memory for a copy of each tensor; pinned if a GPU copies into it.
 
     torch rounds each pinned block up to a power of two, so tensors share slabs of power-of-two
-    sizes. The largest are placed first, each in the first slab with room.
+    sizes.
     """
-    slabs: list[_Slab] = []
-    for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
-        num_bytes = -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        slab = next((slab for slab in slabs if slab.num_bytes + num_bytes <= slab.capacity), None)
-        if slab is None:
-            slab = _Slab(capacity=max(_SLAB_BYTES, 1 << (num_bytes - 1).bit_length()))
-            slabs.append(slab)
-        slab.offsets[path] = slab.num_bytes
-        slab.num_bytes += num_bytes
     buffers = {}
-    for slab in slabs:
+    for slab in _pack_into_slabs(tensors):
         memory = torch.empty(slab.num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
         for path, offset in slab.offsets.items():
             tensor = tensors[path]
@@ -363,6 +361,20 @@ class _Slab:
     capacity: int
     num_bytes: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
+
+
+def _pack_into_slabs(tensors: Mapping[str, torch.Tensor]) -> list[_Slab]:
+    """Assign tensors to slabs: the largest first, each to the first slab with room."""
+    slabs: list[_Slab] = []
+    for path, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        num_bytes = -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        slab = next((slab for slab in slabs if slab.num_bytes + num_bytes <= slab.capacity), None)
+        if slab is None:
+            slab = _Slab(capacity=max(_SLAB_BYTES, 1 << (num_bytes - 1).bit_length()))
+            slabs.append(slab)
+        slab.offsets[path] = slab.num_bytes
+        slab.num_bytes += num_bytes
+    return slabs
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

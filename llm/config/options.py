@@ -398,10 +398,10 @@ def common_options(cls: type) -> tuple[str, ...]:
 
 
 def restricted_options(cls: type) -> dict[str, Any]:
-    """Return the options that only the command line and the file of `--config` set, with defaults.
+    """Return the options that a run's `config.toml` may not set for other programs, with defaults.
 
-    A program that reads a run's folder ignores them in the folder's `config.toml`, which may come
-    from somebody else. They run code from elsewhere, or they are for a single start, such as those
+    Only the command line and the file of `--config` set them, because a run's folder may come from
+    somebody else. They run code from elsewhere, or they are for a single start, such as those
     that remove or upload files. Options that need one of them are included.
     """
     option_fields = fields(cls)

@@ -81,22 +81,24 @@ def _is_complete_record(record: dict[str, Any]) -> bool:
     return all(isinstance(digest, str | None) for digest in sidecar_digests)
 
 
-def data_has_changed(recorded: dict[str, Any], present: dict[str, Any]) -> bool:
+def data_has_changed(recorded_digests: dict[str, Any], present_digests: dict[str, Any]) -> bool:
     """Return whether the data have changed since a checkpoint or a start recorded their digests.
 
     Args:
-        recorded: The digests in the checkpoint or in the record of the start.
-        present: The digests of the data on the disk, from `compute_corpus_digests`.
+        recorded_digests: The digests in the checkpoint or in the record of the start.
+        present_digests: The digests of the data on the disk, from `compute_corpus_digests`.
     """
-    if not _is_complete_record(recorded):
+    if not _is_complete_record(recorded_digests):
         return True
-    sidecar_pairs = zip(recorded["sidecars"], present["sidecars"], strict=False)
+    sidecar_pairs = zip(recorded_digests["sidecars"], present_digests["sidecars"], strict=False)
     sidecars_differ = any(
         recorded_digest != present_digest
         for recorded_digest, present_digest in sidecar_pairs
         if _are_comparable(recorded_digest, present_digest)
     )
-    return sidecars_differ or any(recorded[name] != present[name] for name in ("ends", "places"))
+    return sidecars_differ or any(
+        recorded_digests[name] != present_digests[name] for name in ("ends", "places")
+    )
 
 
 def _are_comparable(first_digest: str | None, second_digest: str | None) -> bool:

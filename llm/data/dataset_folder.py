@@ -43,7 +43,7 @@ class DatasetFolder:
     name: str
     splits: Mapping[str, Sequence[Path]]
 
-    def files(self, split: str) -> Sequence[Path]:
+    def list_files(self, split: str) -> Sequence[Path]:
         """Return the files of a split.
 
         Raises:

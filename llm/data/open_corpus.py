@@ -187,7 +187,7 @@ def _make_dataset_texts(
             for split in ("train", "validation")
         }
     paths_by_split = {
-        "train": folder.files("train"),
+        "train": folder.list_files("train"),
         "validation": folder.splits.get("validation", ()),
     }
     return {

@@ -41,7 +41,7 @@ class MetricsFile:
         self._lock = threading.Lock()  # the thread that saves calls `flush`
 
     def append(self, record: Mapping[str, float], *, step: int) -> None:
-        """Append a line."""
+        """Append values as a line; keep it in memory while the file cannot be written."""
         values = {name: json_safe(value) for name, value in record.items()}
         line = json.dumps({"step": step} | values) + "\n"
         with self._lock:

@@ -37,7 +37,7 @@ class LoggingOptions:
     )
 
 
-def logging_problems(options: LoggingOptions) -> list[str]:
+def find_logging_problems(options: LoggingOptions) -> list[str]:
     """Return faults of the logging options, one sentence each."""
     problems = []
     if options.metrics_file is not None and not options.metrics_file.endswith(".prom"):

@@ -227,7 +227,7 @@ class RankTimes:
         step: int,
         min_excess: float = 0.0,
     ) -> dict[str, float]:
-        """Warn of ranks that have become slow, and return the numbers for `metrics.jsonl`."""
+        """Warn of ranks that have become slow; return their times for `metrics.jsonl`."""
         median = median_low(seconds_by_rank)
         new_slow_ranks = self._slow_ranks[activity].count_interval(
             seconds_by_rank, min_excess=min_excess

@@ -248,10 +248,7 @@ def use_document_attention(model: PreTrainedModel, *, flex: bool) -> None:
     for mask_kind, description in _MASK_DESCRIPTIONS.items():
         if mask_kind == "blocks" and not flex:
             continue
-        kernel = f"document_attention_{mask_kind}"
-        AttentionMaskInterface.register(kernel, functools.partial(_make_mask, mask_kind))
-        AttentionInterface.register(kernel, _compute_attention)
-        model.set_attn_implementation(kernel)
+        model.set_attn_implementation(_register_kernel(mask_kind))
         try:
             _run_training_passes(model)
             if keeps_documents_apart(model):
@@ -270,6 +267,14 @@ def _run_training_passes(model: PreTrainedModel) -> None:
     logits = run_model(model, input_ids, positions=None, documents=documents).logits
     parameters = find_blocks(model)[0].parameters()
     torch.autograd.grad(logits.sum(), next(p for p in parameters if p.requires_grad))
+
+
+def _register_kernel(mask_kind: _MaskKind) -> str:
+    """Register attention with a kind of mask in transformers, and return its name there."""
+    kernel = f"document_attention_{mask_kind}"
+    AttentionMaskInterface.register(kernel, functools.partial(_make_mask, mask_kind))
+    AttentionInterface.register(kernel, _compute_attention)
+    return kernel
 
 
 def _make_mask(

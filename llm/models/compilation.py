@@ -60,7 +60,7 @@ def compile_blocks(model: nn.Module, *, fuse_backward: bool = False) -> None:
         module.compile(dynamic=False, options=fused_backward.inductor_options())
 
 
-def make_code_reproducible() -> None:
+def make_compilation_reproducible() -> None:
     """Let compiled code have the bits of the uncompiled model, and not depend on timings.
 
     Call it before anything is compiled, with `torch.use_deterministic_algorithms`, which turns off

@@ -58,10 +58,10 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             model, an override has an unknown field or a wrong type, or a size is impossible.
     """
     name = options.config_name or options.model_name_or_path
-    is_shaped = bool(shape_options(options))
+    has_shape_options = bool(shape_options(options))
     config, explicit_fields = _load_base_config(options, name)
-    # Create a new object: the constructor derives other fields from the changed ones.
-    if is_shaped:
+    # The constructor of the new object derives other fields from the changed ones.
+    if has_shape_options:
         explicit_fields = {**explicit_fields, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(explicit_fields)
     if options.config_overrides:
@@ -73,7 +73,7 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             "model: name one that predicts the next token, such as gpt2 or llama."
         )
     if not options.trust_remote_code:
-        _check_attention_kernels(config, name)
+        _check_no_hub_kernel(config, name)
     _check_sizes(config)
     return config
 
@@ -113,7 +113,7 @@ def _load_base_config(
     )
 
 
-def _check_attention_kernels(config: PreTrainedConfig, name: str | None) -> None:
+def _check_no_hub_kernel(config: PreTrainedConfig, name: str | None) -> None:
     """Refuse a configuration with an attention kernel that transformers loads from the Hub.
 
     Args:
@@ -147,8 +147,8 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def check_skipped_layers(config: PreTrainedConfig) -> None:
-    """Refuse a model that skips layers at random, for a run on several ranks.
+def check_no_layers_skipped(config: PreTrainedConfig) -> None:
+    """Refuse a model that skips layers at random (LayerDrop), for a run on several ranks.
 
     Each rank would skip other layers, and wait for gradients that the others do not have.
 

@@ -81,9 +81,7 @@ def chunked_cross_entropy(
     """
     shard, weight_parameter = None, weight
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        first_row = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-        shard, tied_embedding, logits_buffer = _HeadShard(mesh.get_group(), first_row), None, None
+        shard, tied_embedding, logits_buffer = _HeadShard.of(weight), None, None
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     product_weight = copy_once(
         weight_parameter, lambda: _cast_and_pad_weight(weight, column_multiple)
@@ -113,6 +111,13 @@ class _HeadShard:
 
     group: dist.ProcessGroup
     first_row: int
+
+    @classmethod
+    def of(cls, weight: DTensor) -> "_HeadShard":
+        """Return this rank's rows of a weight that is sharded evenly by rows."""
+        mesh = weight.device_mesh
+        rows_per_rank = -(-weight.shape[0] // mesh.size())
+        return cls(mesh.get_group(), mesh.get_local_rank() * rows_per_rank)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class _Gradients:
         if self.hidden is not None:
             hidden_gradient = self.hidden[token_slice]
             if isinstance(product_weight, Float8Weight):
-                hidden_gradient.copy_(product_weight.hidden_gradient(grad_logits))
+                hidden_gradient.copy_(product_weight.compute_hidden_gradient(grad_logits))
             elif hidden_gradient.dtype == product_weight.dtype:
                 torch.mm(grad_logits, product_weight, out=hidden_gradient)
             else:
@@ -318,7 +323,7 @@ def _compute_chunk_logits(
 ) -> Tensor:
     """Return the logits of a chunk, [rows, columns], in the dtype of its hidden states."""
     if isinstance(product_weight, Float8Weight):
-        return product_weight.logits(chunk_hidden)  # such a head has no bias
+        return product_weight.compute_logits(chunk_hidden)  # such a head has no bias
     if logits_buffer is None:
         return F.linear(chunk_hidden, product_weight, bias)
     logits = torch.mm(chunk_hidden, product_weight.t(), out=logits_buffer[: len(chunk_hidden)])

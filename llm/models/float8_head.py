@@ -31,10 +31,10 @@ class Float8Weight:
         self._weight, self._scale = _to_e4m3(weight)
         self._transposed = self._weight.t().contiguous()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return hidden @ weight.T, [rows, columns] in the dtype of `hidden`, [rows, width]."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute hidden @ weight.T in float8; [rows, columns] in the dtype of `hidden`."""
         float8_hidden, scale = _to_e4m3(hidden)
-        # Short sums, so less precise ones lose little.
+        # The sums are short, so that the faster, less precise accumulation loses little.
         return torch._scaled_mm(
             float8_hidden,
             self._weight.t(),
@@ -44,8 +44,8 @@ class Float8Weight:
             use_fast_accum=True,
         )
 
-    def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, [rows, width] in the dtype of `grad_logits`.
+    def compute_hidden_gradient(self, grad_logits: Tensor) -> Tensor:
+        """Compute grad_logits @ weight in float8, [rows, width] in the dtype of `grad_logits`.
 
         Args:
             grad_logits: [rows, columns], the gradient of a sum of token losses, between -1.75 and

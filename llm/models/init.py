@@ -174,14 +174,14 @@ def _copy_constructor_values(model: PreTrainedModel, tensor_names: set[str], *, 
 def copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy on the meta device with the same names and shapes, which takes no memory."""
     named_tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    copy_by_id: dict[int, Any] = {}
+    meta_tensor_by_id: dict[int, Any] = {}
     for _, tensor in named_tensors:
         meta_tensor = tensor.detach().to("meta")
         if isinstance(tensor, nn.Parameter):
             meta_tensor = nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad)
-        copy_by_id[id(tensor)] = meta_tensor
-    # deepcopy takes these tensors from its memo, so tied weights stay tied.
-    return copy.deepcopy(model, copy_by_id)
+        meta_tensor_by_id[id(tensor)] = meta_tensor
+    # deepcopy finds these tensors in its memo, so tied weights stay tied.
+    return copy.deepcopy(model, meta_tensor_by_id)
 
 
 @contextmanager

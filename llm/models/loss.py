@@ -162,7 +162,7 @@ class LanguageModelLoss(nn.Module):
         """Return the sums for the log in the order of `names`, [len(names)]; missing ones are 0."""
         source_sums = None
         if token_losses is not None and sources is not None:
-            source_sums = sum_by_source(
+            source_sums = sum_losses_by_source(
                 token_losses, labels, sources, num_sources=self._num_sources
             )
             loss_sum = source_sums[:, 0].sum()
@@ -472,7 +472,7 @@ def hidden_states(
 
 
 @torch.no_grad()
-def sum_by_source(
+def sum_losses_by_source(
     token_losses: Tensor, labels: Tensor, sources: Tensor, *, num_sources: int
 ) -> Tensor:
     """Return the sum of the token losses of each source, and the number of its labels.

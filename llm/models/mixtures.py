@@ -99,7 +99,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
     Not included are Doge and JetMoE's attention with experts, where it records a whole layer, and
     Zaya's routers, which have several layers.
     """
-    router_types = tuple(router_classes(model))
+    router_types = tuple(find_router_classes(model))
     candidates = [module for module in model.modules() if isinstance(module, router_types)]
     return [module for module in candidates if sum(map(_is_matrix, module.parameters())) == 1]
 
@@ -109,7 +109,7 @@ def router_weights(model: nn.Module) -> set[nn.Parameter]:
     return {p for router in find_routers(model) for p in router.parameters() if _is_matrix(p)}
 
 
-def router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
+def find_router_classes(model: nn.Module) -> dict[type[nn.Module], int]:
     """Return the classes of a model's routers, as transformers lists them to record their logits.
 
     Returns:

@@ -111,7 +111,7 @@ class ModelOptions:
     )
 
 
-def model_problems(options: ModelOptions) -> list[str]:
+def find_model_problems(options: ModelOptions) -> list[str]:
     """Return faults of the model options, one sentence each."""
     problems = []
     model_name = options.model_name_or_path or options.config_name or options.model_type

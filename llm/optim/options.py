@@ -165,7 +165,7 @@ class OptimizerOptions:
         return None
 
 
-def optimizer_problems(options: OptimizerOptions) -> list[str]:
+def find_optimizer_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the optimizer's options."""
     problems = []
     if len(options.betas) != 2:
@@ -193,7 +193,7 @@ def _list_optimizers_with_betas(options: OptimizerOptions) -> str:
     return f"{', '.join(leading_names)} and {last_name}" if leading_names else last_name
 
 
-def schedule_problems(options: OptimizerOptions) -> list[str]:
+def find_schedule_problems(options: OptimizerOptions) -> list[str]:
     """Return a sentence for each problem of the learning rate's options."""
     problems = []
     kind = options.lr_scheduler_type

@@ -192,7 +192,7 @@ def _find_dataset_sources(
     split = config.dataset_split
     if folder is not None:
         return make_file_sources(
-            folder.files(split),
+            folder.list_files(split),
             text_column=text_column,
             text_unit=config.text_unit,
             option="--dataset_name",

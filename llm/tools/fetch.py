@@ -194,7 +194,7 @@ def check_downloads(config: GPTConfig) -> None:
     if config.dataset_name is not None:
         name, subset = config.dataset_name, config.dataset_config_name
         folder = open_dataset_folder(name, subset, file_option="--train_file")
-        for file in folder.files("train") if folder is not None else ():
+        for file in folder.list_files("train") if folder is not None else ():
             check_text_file(file, "--dataset_name")
     load_metrics(config.eval_metrics)
 

@@ -203,7 +203,7 @@ def test_a_kill_while_overwriting_leaves_the_whole_run_or_none(tmp_path):
             assert (run.path / "config.toml").read_text() == "seed = 1\n"
             continue
         run.check_contents(resume=True, overwrite=False)
-        run.check_unfinished()
+        run.check_not_finished()
         run.open(overwrite=False, config="seed = 2\n")
         assert {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()} == {
             "checkpoints/mine.txt",

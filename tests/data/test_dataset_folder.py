@@ -96,7 +96,7 @@ def test_a_split_that_does_not_exist_is_refused_with_the_others(tmp_path):
     folder = open_dataset_folder(str(tmp_path), None, file_option="--input")
 
     with pytest.raises(DataError, match=r"has no split 'train', only: test\.$"):
-        folder.files("train")
+        folder.list_files("train")
 
 
 def test_files_that_are_not_read_are_named_with_the_reason(tmp_path, caplog):

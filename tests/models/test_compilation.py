@@ -10,7 +10,7 @@ import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from llm.models.compilation import compile_blocks, make_code_reproducible
+from llm.models.compilation import compile_blocks, make_compilation_reproducible
 from llm.models.loss import LanguageModelLoss
 from tests.support.models import tiny_config, tiny_model
 
@@ -90,7 +90,7 @@ def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel():
     kernels = {"triton.autotune_pointwise": True, "triton.mix_order_reduction": True}
     # `monkeypatch` would delete the options at the end: they are not in the module's dictionary.
     with inductor.patch({name: getattr(inductor, name) for name in names} | kernels):
-        make_code_reproducible()
+        make_compilation_reproducible()
         assert [getattr(inductor, name) for name in names] == [True, False, 1]
         assert not inductor.triton.autotune_pointwise
         assert not inductor.triton.mix_order_reduction

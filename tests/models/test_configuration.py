@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from llm.errors import ConfigError
 from llm.models.configuration import (
-    check_skipped_layers,
+    check_no_layers_skipped,
     has_weights,
     load_config,
     max_positions,
@@ -168,9 +168,9 @@ def test_an_unreachable_hub_is_reported_with_the_name_and_a_remedy(
     [("opt", "layerdrop"), ("xglm", "layerdrop"), ("bart", "decoder_layerdrop")],
 )
 def test_layers_that_are_skipped_at_random_are_refused(model_type: str, field: str) -> None:
-    check_skipped_layers(load(model_type=model_type, config_overrides=f"{field}=0"))
+    check_no_layers_skipped(load(model_type=model_type, config_overrides=f"{field}=0"))
     with pytest.raises(ConfigError, match=rf"{field}=0.1\), .* --config_overrides {field}=0, or"):
-        check_skipped_layers(load(model_type=model_type, config_overrides=f"{field}=0.1"))
+        check_no_layers_skipped(load(model_type=model_type, config_overrides=f"{field}=0.1"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -39,7 +39,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def test_logits_are_the_product_of_rounded_factors():
     hidden, weight = normal(48, 32, seed=0), normal(128, 32, seed=1)
-    logits = Float8Weight(weight).logits(hidden)
+    logits = Float8Weight(weight).compute_logits(hidden)
     assert logits.dtype == torch.bfloat16
     assert distance(logits, rounded_to_e4m3(hidden) @ rounded_to_e4m3(weight).T) < 3e-3
     assert distance(logits, hidden.float() @ weight.float().T) < 0.06
@@ -51,7 +51,7 @@ def test_the_gradient_of_hidden_states_is_the_product_of_rounded_factors(size):
         size * (torch.rand(48, 128) * 2 - 1).to(torch.bfloat16),
         normal(128, 32, seed=1),
     )
-    found = Float8Weight(weight).hidden_gradient(gradient)
+    found = Float8Weight(weight).compute_hidden_gradient(gradient)
     rounded = (gradient.float() * 2**15).to(torch.float8_e5m2).float() / 2**15
     assert found.dtype == torch.bfloat16
     assert distance(found, rounded @ rounded_to_e4m3(weight)) < 5e-3
@@ -60,8 +60,11 @@ def test_the_gradient_of_hidden_states_is_the_product_of_rounded_factors(size):
 
 def test_zeros_stay_zeros():
     weight = Float8Weight(torch.zeros(128, 32, dtype=torch.bfloat16))
-    assert weight.logits(torch.zeros(16, 32, dtype=torch.bfloat16)).count_nonzero() == 0
-    assert weight.hidden_gradient(torch.ones(16, 128, dtype=torch.bfloat16)).count_nonzero() == 0
+    assert weight.compute_logits(torch.zeros(16, 32, dtype=torch.bfloat16)).count_nonzero() == 0
+    assert (
+        weight.compute_hidden_gradient(torch.ones(16, 128, dtype=torch.bfloat16)).count_nonzero()
+        == 0
+    )
 
 
 def loss_and_gradients(*, is_float8: bool, training: bool = True) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llm.models.loss import LanguageModelLoss, sum_by_source
+from llm.models.loss import LanguageModelLoss, sum_losses_by_source
 from tests.support.models import tiny_config, tiny_model
 from tests.support.operations import Reads
 
@@ -24,7 +24,7 @@ def test_losses_and_labels_are_summed_by_the_source_of_their_sample():
     losses = torch.tensor([[0.5, 1.0], [2.0, 0.0], [8.0, 16.0]])
     labels = torch.tensor([[1, 1], [1, -100], [1, 1]])
 
-    sums = sum_by_source(losses.flatten(), labels, SOURCES, num_sources=4)
+    sums = sum_losses_by_source(losses.flatten(), labels, SOURCES, num_sources=4)
 
     assert sums.dtype == torch.float64
     assert sums.tolist() == [[2.0, 1], [0.0, 0], [25.5, 4], [0.0, 0]]
@@ -32,7 +32,9 @@ def test_losses_and_labels_are_summed_by_the_source_of_their_sample():
 
 def test_a_loss_that_is_not_finite_stays_with_its_source():
     losses = torch.tensor([1.0, math.inf, 2.0])
-    sums = sum_by_source(losses, torch.ones(3, 1).long(), torch.tensor([0, 1, 0]), num_sources=2)
+    sums = sum_losses_by_source(
+        losses, torch.ones(3, 1).long(), torch.tensor([0, 1, 0]), num_sources=2
+    )
     assert sums.tolist() == [[3.0, 2], [math.inf, 1]]
 
 

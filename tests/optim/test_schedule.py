@@ -5,7 +5,7 @@ import torch
 from transformers import get_scheduler
 
 from llm.errors import ConfigError
-from llm.optim.options import OptimizerOptions, schedule_problems
+from llm.optim.options import OptimizerOptions, find_schedule_problems
 from llm.optim.schedule import make_schedule
 
 
@@ -88,7 +88,7 @@ def test_a_power_is_refused_with_another_shape_of_the_decay():
         lr_scheduler_kwargs="power=1.2",
         cooldown_shape="sqrt",
     )
-    (problem,) = schedule_problems(options)
+    (problem,) = find_schedule_problems(options)
     assert "power=1.2 is for a linear decay, not for --cooldown_shape sqrt" in problem
 
 
@@ -166,7 +166,7 @@ def test_a_cosine_restarts_at_the_peak_and_falls_to_the_minimum():
 )
 def test_settings_that_a_schedule_does_not_have_are_refused(kind, text, said):
     options = OptimizerOptions(lr_scheduler_type=kind, lr_scheduler_kwargs=text)
-    (problem,) = schedule_problems(options)
+    (problem,) = find_schedule_problems(options)
     assert re.search(said, problem)
 
 

@@ -97,14 +97,14 @@ def mapping_of(mapped: NDArray[Any]) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) else None
 
 
-def set_read_ahead(mapped: NDArray[Any], *, on: bool) -> None:
+def set_read_ahead(mapped_array: NDArray[Any], *, on: bool) -> None:
     """Turn read-ahead on, or keep the system from reading megabytes around each access.
 
     Args:
-        mapped: An array that `map_file` returned.
+        mapped_array: An array that `map_file` returned.
         on: Whether the system reads ahead; its default is yes.
     """
-    mapping = mapping_of(mapped)
+    mapping = mapping_of(mapped_array)
     if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
         mapping.madvise(mmap.MADV_NORMAL if on else mmap.MADV_RANDOM)
 
@@ -337,7 +337,7 @@ class TokenFile:
         return self._find_sequence_starts(first_sequences)
 
     def _find_sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions in `tokens` of sequences; number S is the end."""
+        """Return the positions in `tokens` where sequences begin; `num_sequences` gives the end."""
         byte_offsets = np.full(sequences.size, self.tokens.nbytes, np.int64)
         has_offset = sequences < self.num_sequences
         byte_offsets[has_offset] = self.offsets[sequences[has_offset]]

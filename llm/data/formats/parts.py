@@ -197,7 +197,7 @@ class TokenFileParts:
         return int(self.find_document_starts(document, document + 1)[0])
 
     def find_document_starts(self, first_document: int, end_document: int) -> NDArray[np.int64]:
-        """Return the positions in `tokens` where documents begin; see `TokenFile`."""
+        """Return the positions in `tokens` where consecutive documents begin, as in `TokenFile`."""
         starts = np.full(end_document - first_document, self.num_tokens, np.int64)
         last_document = min(end_document, self.num_documents) - 1
         first_documents = self._first_documents

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from llm.models.mixtures import find_routed_experts, router_classes
+from llm.models.mixtures import find_routed_experts, find_router_classes
 
 _BIAS_NAMES = ("e_score_correction_bias", "expert_bias")
 """Names of the bias that chooses experts but does not weight them."""
@@ -48,7 +48,7 @@ def find_expert_layers(model: nn.Module) -> list[ExpertLayer]:
         model: A model, or the stages of a model that are on this rank.
     """
     modules = dict(model.named_modules())
-    logits_index_by_class = router_classes(model)
+    logits_index_by_class = find_router_classes(model)
     experts_by_name = find_routed_experts(model)
     layers = []
     for name, experts in experts_by_name.items():

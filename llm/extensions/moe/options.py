@@ -156,7 +156,7 @@ class MoEExtension(Extension[MoEOptions]):
 
 def _has_experts(model: "nn.Module") -> bool:
     """Return whether the model has experts or routers; dense variants of a mixture have neither."""
-    from llm.models.mixtures import find_experts, router_classes
+    from llm.models.mixtures import find_experts, find_router_classes
 
-    classes = tuple(router_classes(model))
+    classes = tuple(find_router_classes(model))
     return bool(find_experts(model)) or any(isinstance(m, classes) for m in model.modules())

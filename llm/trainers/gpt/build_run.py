@@ -18,7 +18,7 @@ from llm.models.attention import check_documents_apart, use_document_attention
 from llm.models.attention_kernels import disable_faulty_cudnn_attention
 from llm.models.build import build_model, set_special_tokens
 from llm.models.causality import check_causal, check_meta_model_causal
-from llm.models.compilation import can_compile, compile_blocks, make_code_reproducible
+from llm.models.compilation import can_compile, compile_blocks, make_compilation_reproducible
 from llm.models.init import copy_to_meta, dummy_weights
 from llm.models.loss import make_loss
 from llm.models.transforms import Transform
@@ -188,7 +188,7 @@ def _make_run_loss(run: Run, model: PreTrainedModel, device: torch.device) -> nn
 def _compile_model(run: Run, model: PreTrainedModel, device: torch.device) -> None:
     """Compile the blocks of a model as the options ask, in place."""
     if run.config.deterministic:
-        make_code_reproducible()
+        make_compilation_reproducible()
     fuse_backward = run.config.fused_kernels == "all" and can_compile(device)
     compile_blocks(model, fuse_backward=fuse_backward)
 

@@ -39,9 +39,9 @@ from llm.data.options import (
     find_data_problems,
 )
 from llm.errors import ConfigError
-from llm.metrics.options import LoggingOptions, logging_problems
-from llm.models.options import ModelOptions, model_problems
-from llm.optim.options import OptimizerOptions, optimizer_problems, schedule_problems
+from llm.metrics.options import LoggingOptions, find_logging_problems
+from llm.models.options import ModelOptions, find_model_problems
+from llm.optim.options import OptimizerOptions, find_optimizer_problems, find_schedule_problems
 from llm.parallel.options import (
     ParallelOptions,
     PrecisionOptions,
@@ -271,9 +271,9 @@ def check_config(config: CoreConfig) -> None:
     problems = [
         *find_data_problems(config),
         *tokenizer_problems(config),
-        *schedule_problems(config),
+        *find_schedule_problems(config),
         *checkpoint_problems(config),
-        *logging_problems(config),
+        *find_logging_problems(config),
         *_find_source_problems(config),
         *_find_run_problems(config),
         *find_planned_run_problems(config),
@@ -296,9 +296,9 @@ def _from_preset(config: CoreConfig, problems: str) -> list[str]:
 def find_planned_run_problems(config: CoreConfig) -> list[str]:
     """Return the problems of a run that is only planned, without data and tokenizer."""
     return [
-        *model_problems(config),
+        *find_model_problems(config),
         *find_batch_problems(config),
-        *optimizer_problems(config),
+        *find_optimizer_problems(config),
         *find_parallel_problems(config),
         *_find_divided_model_problems(config),
         *_find_precision_problems(config),

@@ -24,7 +24,7 @@ from llm.errors import ConfigError, DataError
 from llm.metrics.prometheus import check_metrics_file
 from llm.models.build import build_model
 from llm.models.configuration import (
-    check_skipped_layers,
+    check_no_layers_skipped,
     find_weights,
     max_positions,
 )
@@ -281,7 +281,7 @@ def choose_dims(
     """
     dims = make_parallel_dims(config, world_size)
     if world_size > 1:
-        check_skipped_layers(model_config)
+        check_no_layers_skipped(model_config)
     check_tensor_parallel(model_config, dims.tensor)
     if config.sequence_parallel:
         check_sequence_parallel(model_config)

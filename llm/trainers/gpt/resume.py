@@ -95,7 +95,7 @@ def _check_fresh_start(folder: RunFolder) -> None:
             f"{folder.checkpoints} can be used (the lines above say why), and a fresh "
             "start would replace them; name a sound one, or start in another --output_dir."
         )
-    folder.check_unfinished()
+    folder.check_not_finished()
 
 
 def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
