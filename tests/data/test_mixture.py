@@ -128,7 +128,7 @@ def test_a_look_up_computes_one_block_of_the_blend_and_of_a_source(tmp_path, mon
         return make_block
 
     for kind in (Blend, WindowSampler):
-        monkeypatch.setattr(kind, "_make_block", counted(kind._make_block))
+        monkeypatch.setattr(kind, "_compute_block", counted(kind._compute_block))
     samples = staged_samples(
         tmp_path, [MixtureStage(10**9, (0.5, 0.5)), MixtureStage(None, (0.1, 0.9))]
     )

@@ -82,4 +82,4 @@ def test_the_log_advises_a_newer_cudnn_on_hopper(
 ):
     made_up_gpu(major)
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: version)
-    assert bool(attention_kernels._advise_upgrade(kernel, CUDA)) == advises
+    assert bool(attention_kernels._format_upgrade_advice(kernel, CUDA)) == advises
