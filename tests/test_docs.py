@@ -265,7 +265,9 @@ def check_program(program: str, words: list[str]) -> None:
         words = words[:separator]
     if program == "checkpoints" and words[:1] == ["average"]:
         words = words[1:]
-    options = parse_options(options_class, words, prog=program, description="", positional=positional)
+    options = parse_options(
+        options_class, words, prog=program, description="", positional=positional
+    )
     if isinstance(options, PrepareConfig):
         check_prepare_config(options)
     if isinstance(options, TrainTokenizerOptions):

@@ -26,10 +26,10 @@ from transformers.masking_utils import causal_mask_function
 from llm.data.loader import MicroBatch
 from llm.errors import ConfigError
 from llm.models.attention import (
-    additive_mask,
     documents_of_forward,
     evaluation_mode,
     kernel_dtype,
+    make_additive_mask,
     max_difference,
     random_tokens,
     run_model,
@@ -160,7 +160,7 @@ class _ShardedAttention:
         if documents is not None:
             key_documents = shard.gather(documents, 1)[:, None, None]
             is_visible = is_visible & (documents[:, None, :, None] == key_documents)
-        return additive_mask(is_visible, dtype)
+        return make_additive_mask(is_visible, dtype)
 
     def attend(
         self,

@@ -124,7 +124,7 @@ class ShardedStrategy(AcceleratedStrategy):
         self._shard_modules(
             self.loss, blocks, self._gradient_mesh, separate_modules=embedding_and_head
         )
-        register_fsdp_forward_method(self.loss, "predictions")
+        register_fsdp_forward_method(self.loss, "predict_tokens")
         if embedding_and_head:
             self._shard_embedding_and_head(*embedding_and_head)
         embedding, head = embedding_and_head[:1], embedding_and_head[1:]
@@ -213,7 +213,7 @@ class ShardedStrategy(AcceleratedStrategy):
         # Its backward pass follows its forward pass at once.
         self._head = fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         if isinstance(head, HeadLoss):
-            register_fsdp_forward_method(head, "predictions")
+            register_fsdp_forward_method(head, "predict_tokens")
         if gathers_in_bf16:
             head.register_forward_pre_hook(_keep_float32_gradients)
 
