@@ -178,6 +178,7 @@ def update_without_a_wait() -> None:
     Saver.before_update = lambda self: None
 
 
+@pytest.mark.extended
 def test_an_update_that_does_not_wait_for_the_copies_of_a_save_is_noticed():
     notes = notes_with(update_without_a_wait, Case(1))
     assert notes["save"].in_flight == []

@@ -40,5 +40,6 @@ def test_a_layer_adds_few_launches(name, per_layer):
     assert launches(name, 6) - launches(name, 2) <= 4 * per_layer
 
 
+@pytest.mark.extended
 def test_a_step_of_muon_is_two_hundred_launches_at_most():
     assert launches("muon", 2) <= 200

@@ -69,6 +69,7 @@ def run_keeping_gradients(case: Case) -> Any:
     return run(case)
 
 
+@pytest.mark.extended
 def test_gradients_that_outlive_their_step_take_more_than_the_plan_says():
     [(notes, _)] = values(run_ranks(run_keeping_gradients, 1, CASES["one rank"]))
     assert notes["gradient"].peak > 1.1 * planned("one rank")

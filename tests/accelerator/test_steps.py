@@ -160,10 +160,11 @@ STEP = ("gradient", "update", "log", "evaluation", "save")
 # The other cases have the same in another way.
 MARKS = {
     **dict.fromkeys(CASES, pytest.mark.layouts),
-    **dict.fromkeys(("K-FAC, 4 ranks", "gossip, 4 ranks"), pytest.mark.extended),
     **dict.fromkeys(
-        ("one rank", "tensor, 4 ranks", "pipeline, last of 4 ranks", "HSDP, 8 ranks"), ()
+        ("K-FAC, 4 ranks", "gossip, 4 ranks", "tensor, 4 ranks", "pipeline, last of 4 ranks"),
+        pytest.mark.extended,
     ),
+    **dict.fromkeys(("one rank", "HSDP, 8 ranks"), ()),
 }
 every_case = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=marks) for name, marks in MARKS.items()]

@@ -82,7 +82,7 @@ def check_after_kill(run: Path, step: int, survived: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("step", [4, 3])
+@pytest.mark.parametrize("step", [4, pytest.param(3, marks=pytest.mark.extended)])
 def test_a_kill_during_a_save_never_leaves_a_partial_or_lost_checkpoint(tmp_path, step):
     # Step 4 is a new one, upon which step 1 is removed; step 3 is saved a second time.
     [(moments, wrong)] = values(run_ranks(kill_at_every_moment, 1, tmp_path, step))

@@ -69,7 +69,7 @@ def opened_headers(folder: Path) -> tuple[list[str], list[str]]:
     return opened, looked_up
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_each_header_is_opened_and_each_file_looked_up_once(tmp_path, ranks):
     values(run_ranks(save_files, 4, tmp_path, 1))
     files = find_newest_checkpoint(tmp_path).files

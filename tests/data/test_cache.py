@@ -283,7 +283,9 @@ def prepared_by_ranks(folder, kind, **changes):
         return str(error)
 
 
-@pytest.mark.parametrize(("kind", "reads"), [("common", 1), ("own", 2)])
+@pytest.mark.parametrize(
+    ("kind", "reads"), [pytest.param("common", 1, marks=pytest.mark.extended), ("own", 2)]
+)
 def test_one_rank_of_each_file_system_reads_the_text(tmp_path, kind, reads):
     first = values(run_ranks(prepared_by_ranks, 4, tmp_path, kind))
     again = values(run_ranks(prepared_by_ranks, 4, tmp_path, kind))

@@ -73,7 +73,13 @@ def reference():
 
 @pytest.mark.parametrize(
     ("ranks", "accumulation"),
-    [(1, 1), (1, 4), (2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.layouts)],
+    [
+        (1, 1),
+        (1, 4),
+        pytest.param(2, 1, marks=pytest.mark.extended),
+        (2, 2),
+        pytest.param(4, 2, marks=pytest.mark.layouts),
+    ],
 )
 def test_steps_equal_a_plain_loop_for_any_ranks_and_accumulation(ranks, accumulation):
     expected_records, expected_weights = reference()
@@ -134,8 +140,8 @@ def casts_of_a_step(family: str, precision: str, accumulation: int, once: bool):
     ("family", "ranks", "precision"),
     [
         ("gpt2", 2, "bf16"),
-        ("gpt2", 1, "fp16"),
-        ("qwen3_moe", 1, "bf16"),
+        pytest.param("gpt2", 1, "fp16", marks=pytest.mark.extended),
+        pytest.param("qwen3_moe", 1, "bf16", marks=pytest.mark.extended),
         pytest.param("gpt_oss", 1, "bf16", marks=pytest.mark.extended),
     ],
 )
@@ -166,7 +172,7 @@ def train_with_a_poisoned_rank(mixed_precision: str):
     return skips, weights.tolist()
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.extended), "fp16"])
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(precision):
     (skips, weights), other = values(run_ranks(train_with_a_poisoned_rank, 2, precision))
     assert skips == [0, 0, 1, 0]

@@ -84,7 +84,7 @@ def on_one_rank():
     ("ranks", "sizes", "accumulation", "masked"),
     [
         (2, {"context": 2}, 2, True),
-        (2, {"context": 2}, 1, False),  # as on a GPU
+        pytest.param(2, {"context": 2}, 1, False, marks=pytest.mark.extended),  # as on a GPU
         pytest.param(4, {"context": 4}, 1, True, marks=pytest.mark.layouts),
         # And two replicas.
         pytest.param(4, {"context": 2}, 1, True, marks=pytest.mark.layouts),

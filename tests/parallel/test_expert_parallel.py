@@ -57,7 +57,7 @@ def run(family, sizes, recompute="none", precision="no"):
         pytest.param("mixtral", 4, EXPERTS4, "none", marks=MORE),
         pytest.param("mixtral", 4, EXPERTS2, "none", marks=MORE),
         pytest.param("qwen3_moe", 4, EXPERTS2 | {"pipeline": 2}, "none", marks=MORE),
-        ("mixtral", 4, SHARED, "none"),
+        pytest.param("mixtral", 4, SHARED, "none", marks=pytest.mark.extended),
         pytest.param("gpt_oss", 4, SHARED, "full", marks=MORE),
         pytest.param("mixtral", 4, SHARED, "selective", marks=MORE),
         ("gpt_oss", 2, ALONE, "none"),
@@ -79,8 +79,8 @@ def test_divided_experts_train_as_on_one_rank(family, ranks, sizes, recompute):
 @pytest.mark.parametrize(
     ("precision", "ranks", "sizes"),
     [
-        ("bf16", 2, EXPERTS2),
-        ("bf16", 2, ALONE),
+        pytest.param("bf16", 2, EXPERTS2, marks=pytest.mark.extended),
+        pytest.param("bf16", 2, ALONE, marks=pytest.mark.extended),
         pytest.param("fp16", 2, EXPERTS2, marks=MORE),
         pytest.param("fp16", 2, ALONE, marks=MORE),
         pytest.param("bf16", 4, SHARED, marks=MORE),

@@ -99,6 +99,7 @@ def train_padding(sizes: dict[str, int]) -> torch.Tensor:
     return weights["model.embed_tokens.weight"][7] if weights else torch.empty(0)
 
 
+@pytest.mark.extended
 def test_the_padding_token_learns_alike_on_all_layouts():
     initial = tiny_model(tiny_config("llama")).model.embed_tokens.weight[7].detach()
     (alone,) = values(run_ranks(train_padding, 1, {}))

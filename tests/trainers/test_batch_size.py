@@ -80,7 +80,9 @@ def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
 @pytest.mark.parametrize(
     ("layout", "faults", "size"),
     [
-        ("data_parallel_shard_size", memory(2, 7, usable=8), 6),
+        pytest.param(
+            *("data_parallel_shard_size", memory(2, 7, usable=8), 6), marks=pytest.mark.extended
+        ),
         pytest.param(
             *("tensor_parallel_size", memory(2, 7, usable=8), 6), marks=pytest.mark.layouts
         ),
@@ -197,6 +199,7 @@ def test_experts_on_several_ranks_are_refused_with_the_plan(bench):
         bench.read(ranks=2, per_device_train_batch_size="auto", **experts)
 
 
+@pytest.mark.extended
 def test_trials_with_the_losses_of_routers_do_not_count_in_the_run(tmp_path):
     bench = Bench(tmp_path, family="mixtral")
     options = {"global_batch_size": 4, "router_z_loss": 0.1, "max_train_steps": 2}

@@ -141,6 +141,7 @@ def test_the_log_says_which_of_them_are_on(tmp_path):
     assert "torch_compile = false" in config
 
 
+@pytest.mark.extended
 def test_the_log_names_routers_in_float32_in_mixed_precision_only(tmp_path):
     bench = Bench(tmp_path, family="qwen3_moe")
     options = {"mixed_precision": "bf16", "max_train_steps": 1}

@@ -77,7 +77,7 @@ def test_another_seed_gives_another_run(dropout, first):
         (1, "no"),
         pytest.param(1, "fp16", marks=MORE),
         pytest.param(2, "no", marks=MORE),
-        (2, "fp16"),
+        pytest.param(2, "fp16", marks=pytest.mark.extended),
         pytest.param(4, "no", marks=MORE),
     ],
 )

@@ -15,9 +15,9 @@ OPTIONS = {
     "from_scratch": True,
     "sample_prompt": "The king",
 }
-IN_SHORT = ("gpt2", "llama", "mixtral", "mamba")
+IN_SHORT = ("llama", "mixtral")
 """Those that `make test` trains; `make test-extended` trains the others."""
-RESUMED = {"mamba": (), "mixtral": pytest.mark.extended}
+RESUMED = dict.fromkeys(("mamba", "mixtral"), pytest.mark.extended)
 """Marks of those that are resumed; `make test-layouts` resumes the others."""
 
 

@@ -36,7 +36,11 @@ def straight(bench) -> Run:
 
 @pytest.mark.parametrize(
     "moment",
-    ["between two steps", "in a save", pytest.param("in an evaluation", marks=pytest.mark.faults)],
+    [
+        pytest.param("between two steps", marks=pytest.mark.extended),
+        "in a save",
+        pytest.param("in an evaluation", marks=pytest.mark.faults),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(bench, straight, moment):
     run = kill_and_go_on(bench, moment, [KILLS[moment]], together=True, **OPTIONS)

@@ -37,7 +37,11 @@ def test_unused_cross_attention_is_in_the_log(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.layouts)]
+    "family",
+    [
+        pytest.param("deepseek_v32", marks=pytest.mark.extended),
+        pytest.param("glm_moe_dsa", marks=pytest.mark.layouts),
+    ],
 )
 def test_an_indexer_without_gradients_trains_on_two_ranks(family: str, tmp_path: Path) -> None:
     bench = Bench(tmp_path, family=family)

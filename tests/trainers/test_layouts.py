@@ -165,7 +165,7 @@ def test_a_run_resumes_under_other_layouts(plain, alone, layouts):
     ("sizes", "precision"),
     [
         pytest.param(SHARDED, "fp16", id="FSDP2", marks=pytest.mark.layouts),
-        pytest.param(PIPELINE, "fp16", id="PP2"),
+        pytest.param(PIPELINE, "fp16", id="PP2", marks=pytest.mark.extended),
         pytest.param(TENSOR, "no", id="TP2", marks=pytest.mark.layouts),
         pytest.param(SEQUENCE, "no", id="SP2", marks=pytest.mark.layouts),
         pytest.param(CONTEXT, "no", id="CP2", marks=pytest.mark.layouts),

@@ -141,7 +141,11 @@ def test_a_batch_that_would_grow_after_the_end_is_a_warning(plain):
             {"per_device_train_batch_size": 2, "pipeline_parallel_size": 2},
             marks=pytest.mark.extended,
         ),
-        (2, {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2}),
+        pytest.param(
+            2,
+            {"per_device_train_batch_size": 4, "data_parallel_shard_size": 2},
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["1", "2", "4", "pipeline", "shards"],
 )

@@ -53,7 +53,7 @@ def train(sizes: dict[str, int]) -> tuple[dict[str, float], dict[str, float]]:
         (1, {}),
         (2, {}),
         pytest.param(2, {"pipeline": 2}, marks=pytest.mark.extended),
-        (2, {"shard": 2}),
+        pytest.param(2, {"shard": 2}, marks=pytest.mark.extended),
     ],
     ids=str,
 )

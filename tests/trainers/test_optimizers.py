@@ -33,7 +33,8 @@ def dropout(tmp_path_factory) -> Bench:
         pytest.param("soap", 2, "fp16", None, None, marks=MORE),
         pytest.param("soap", 2, "fp16", None, 2, marks=MORE),
         pytest.param("sgd", 2, "fp16", None, None, marks=MORE),
-        ("sgd", 1, "no", 0, None),  # no state at all
+        # No state at all.
+        pytest.param("sgd", 1, "no", 0, None, marks=pytest.mark.extended),
     ],
 )
 def test_a_resumed_run_is_bit_identical(dropout, optimizer, ranks, precision, momentum, shards):

@@ -39,7 +39,7 @@ def test_two_stages_log_evaluate_and_export_as_one_rank(bench):
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3_moe",
+        pytest.param("qwen3_moe", marks=pytest.mark.extended),
         pytest.param("deepseek_v3", marks=pytest.mark.layouts),
         pytest.param("gpt_oss", marks=pytest.mark.layouts),
     ],

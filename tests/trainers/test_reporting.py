@@ -86,6 +86,7 @@ def test_a_model_that_has_diverged_has_no_sample_and_trains_on(caplog):
     assert model.training
 
 
+@pytest.mark.extended
 def test_a_sample_without_a_prompt_begins_a_text(tmp_path):
     run = Bench(tmp_path).train_well("run", max_train_steps=2, sample_steps=2, ranks=2)
     assert run.output.count("a sample at step 2:") == 1

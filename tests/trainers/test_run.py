@@ -219,7 +219,16 @@ def straight(bench) -> Run:
     return bench.train_well("straight", **LONG)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SIGTERM",
+        *(
+            pytest.param(name, marks=pytest.mark.extended)
+            for name in ("SIGINT", "SIGUSR1", "SIGHUP")
+        ),
+    ],
+)
 def test_a_signal_saves_with_exit_code_75_and_the_run_resumes_exactly(bench, straight, name):
     stopped = bench.train(name, faults=[Fault(at=STEP, what=name, call=10)], **LONG)
 

@@ -68,6 +68,7 @@ def test_a_resume_adds_ranges_to_those_before(bench):
     assert str(bench.read("added", **options).skipped) == "20:23,29:30,36:38"
 
 
+@pytest.mark.extended
 def test_two_ranks_leave_out_the_same_samples_as_one(bench, without):
     options = {**OPTIONS, "per_device_train_batch_size": 2}
     both = bench.train_well("both", ranks=2, skip_samples="20:23,29:30", **options)

@@ -83,6 +83,7 @@ def test_a_signal_ends_the_run_after_the_copy(bench, nodes):
     assert [os.listdir(folder) for folder in nodes] == [[], []]
 
 
+@pytest.mark.extended
 def test_a_resume_on_one_rank_completes_the_files_of_two(bench, tmp_path):
     options = {**OPTIONS, "stage_checkpoints": tmp_path, "global_batch_size": 8}
     kill = Fault(at=COPY, what="SIGKILL", call=1, rank=1)

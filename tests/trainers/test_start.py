@@ -160,7 +160,10 @@ def cut_after(bench: Bench, name: str, step: int, **options) -> None:
 
 @pytest.mark.parametrize(
     ("options", "reached"),
-    [({"lr_scheduler_type": "constant"}, 8), (WSD, 5)],
+    [
+        pytest.param({"lr_scheduler_type": "constant"}, 8, marks=pytest.mark.extended),
+        (WSD, 5),
+    ],
     ids=["constant, at its end", "warmup_stable_decay, before the decay"],
 )
 def test_an_extended_run_ends_as_one_of_that_length_from_the_start(bench, options, reached):

@@ -46,7 +46,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two ranks, two micro-batches, a short last step",
+        pytest.param("two ranks of one sample each", marks=pytest.mark.extended),
+    ],
+)
 def test_the_tokens_of_every_step_and_rank_are_found(bench, name):
     ranks, data_ranks, options = LAYOUTS[name]
     options = {**options, "skip_samples": "3:6,20:21"}

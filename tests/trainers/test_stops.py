@@ -24,7 +24,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, {}), (1, {"save_top_k": 1, "checkpointing_steps": 3}), (2, {})],
+    [
+        (1, {}),
+        pytest.param(1, {"save_top_k": 1, "checkpointing_steps": 3}, marks=pytest.mark.extended),
+        pytest.param(2, {}, marks=pytest.mark.extended),
+    ],
     ids=["one rank", "save_top_k", "two ranks"],
 )
 def test_a_signal_in_an_evaluation_saves_at_once(bench: Bench, ranks: int, options: dict) -> None:

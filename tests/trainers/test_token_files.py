@@ -78,6 +78,7 @@ def test_the_validation_loss_is_the_mean_of_the_sources_by_weight(blended):
     assert blended.read_json("all_results.json")["eval_loss/code_text_document"] == code
 
 
+@pytest.mark.extended
 def test_two_ranks_train_on_the_same_samples_as_one(bench, blended):
     run = train(bench, "two", ranks=2, data_path=blend(bench), split="90,10,0")
 

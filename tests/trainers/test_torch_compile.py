@@ -75,7 +75,12 @@ def test_compiled_blocks_train_as_uncompiled_ones(bench, request, ranks, options
     ("dropout", "options", "words"),
     [
         ({"attn_pdrop": 0.1}, {}, "--tensor_parallel_size would drop the same units on every rank"),
-        ({"resid_pdrop": 0.1}, {"sequence_parallel": True}, "--config_overrides resid_pdrop=0"),
+        pytest.param(
+            {"resid_pdrop": 0.1},
+            {"sequence_parallel": True},
+            "--config_overrides resid_pdrop=0",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_compiled_blocks_that_ranks_divide_have_no_dropout(tmp_path, dropout, options, words):

@@ -109,7 +109,7 @@ def test_steps_are_those_of_a_plain_loop(alone, kind):
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [
-        (2, None),
+        pytest.param(2, None, marks=pytest.mark.extended),
         (2, {"shard": 2}),
         pytest.param(4, {"shard": 2, "tensor": 2}, marks=pytest.mark.layouts),
         pytest.param(4, {"shard": 2, "pipeline": 2}, marks=pytest.mark.layouts),
@@ -238,6 +238,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_on_all_ranks(bench):
     assert rate_sums == {1e-3 + 1e-3 + 1e-3}
 
 
+@pytest.mark.extended
 def test_mup_scales_the_rates_of_a_class_as_it_scales_adamws(bench):
     options = SHORT | {"mup": True, "mup_base_width": 16, "max_train_steps": 2}
     named = bench.train_well("mup-named", optimizer="torch.optim:AdamW", **options)
@@ -258,6 +259,7 @@ def test_a_file_of_options_names_a_class_and_plan_counts_its_state(bench, tmp_pa
     assert sizes[0] == sizes[1] != sizes[2]
 
 
+@pytest.mark.extended
 def test_a_branch_takes_a_class_only_from_its_own_command(bench, caplog):
     bench.train_well("parent", max_train_steps=1, **options_of("elementwise"))
     branch = {**FROM_PARENT, "branch_from": bench.folder / "parent", "max_train_steps": 2}
@@ -270,6 +272,7 @@ def test_a_branch_takes_a_class_only_from_its_own_command(bench, caplog):
     assert named.config.optimizer_kwargs == '{"beta": 0.8}'
 
 
+@pytest.mark.extended
 def test_a_refusal_on_two_ranks_is_one_sentence(bench):
     assert_refused(
         bench,

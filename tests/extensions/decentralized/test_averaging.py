@@ -67,7 +67,7 @@ CASES = {
     "ranks",
     [pytest.param(3, marks=pytest.mark.extended), 4, pytest.param(8, marks=pytest.mark.layouts)],
 )
-@pytest.mark.parametrize("buffer_bytes", [1, 2**20])
+@pytest.mark.parametrize("buffer_bytes", [1, pytest.param(2**20, marks=pytest.mark.extended)])
 def test_each_round_multiplies_by_its_matrix_and_leaves_the_mean(ranks, buffer_bytes):
     steps = 6
     cases = [(*case, overlap) for case in CASES[ranks] for overlap in (False, True)]

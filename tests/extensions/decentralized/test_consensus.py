@@ -35,7 +35,7 @@ def mean_and_peak(how: str, buffer_bytes: int) -> tuple[torch.Tensor, float, int
     return torch.cat(means), float(consensus.distance), peak - (COPY if how == "evaluated" else 0)
 
 
-@pytest.mark.parametrize("how", ["saved", "evaluated"])
+@pytest.mark.parametrize("how", ["saved", pytest.param("evaluated", marks=pytest.mark.extended)])
 def test_the_mean_takes_one_copy_of_the_weights_and_one_buffer(how):
     small, large = (
         values(run_ranks(mean_and_peak, 2, how, bytes_)) for bytes_ in (8 * NUMEL, 2 * COPY)

@@ -121,6 +121,7 @@ def test_blocking_steps_are_those_of_a_dense_simulation():
         assert_equal(found, simulate(case, 4))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ranks", "nodes"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.layouts)]
 )
@@ -151,6 +152,7 @@ def all_reduce_weights(case: Case) -> torch.Tensor:
     return trained(strategy.model)
 
 
+@pytest.mark.extended
 def test_blocking_means_of_all_ranks_with_sgd_are_all_reduce():
     case = Case(topology="complete", optimizer="sgd", overlap=False, unused=False)
     (gossip,) = of_ranks([case], 4)
@@ -256,7 +258,10 @@ def gpt2_steps(kind: str, mixed_precision: str) -> tuple[list[float], torch.Tens
 
 @pytest.mark.parametrize(
     "mixed_precision",
-    ["bf16", *(pytest.param(name, marks=pytest.mark.layouts) for name in ("no", "fp16"))],
+    [
+        pytest.param("bf16", marks=pytest.mark.extended),
+        *(pytest.param(name, marks=pytest.mark.layouts) for name in ("no", "fp16")),
+    ],
 )
 def test_gpt2_trains_as_with_all_reduce_in_every_precision(mixed_precision):
     for ranks in (1, 2):

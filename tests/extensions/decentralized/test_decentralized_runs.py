@@ -259,6 +259,7 @@ def test_gossip_trains_by_adamw_unless_another_optimizer_is_named(bench):
     assert "averaged in each step (ring, overlap), optimizer adamw\n" in run.output
 
 
+@pytest.mark.extended
 def test_an_older_run_of_gossip_resumes_with_accumadamw(bench):
     """Its checkpoints record blocks of moments, and no optimizer."""
     options = {"ranks": 2, "checkpointing_steps": 2, "moment_update_steps": 2, **GOSSIP}

@@ -60,8 +60,7 @@ def undisturbed(case: Case) -> torch.Tensor:
     "case",
     [
         pytest.param(RING, marks=pytest.mark.layouts),
-        pytest.param(BLOCKING, marks=pytest.mark.extended),
-        DILOCO,
+        *(pytest.param(case, marks=pytest.mark.extended) for case in (BLOCKING, DILOCO)),
     ],
     ids=["ring", "blocking", "diloco"],
 )

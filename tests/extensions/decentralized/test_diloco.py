@@ -64,11 +64,15 @@ def simulate(case: Case, ranks: int) -> list[list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.extended), 4])
 @pytest.mark.parametrize(
     ("optimizer", "tolerance"),
     # Muon rounds its steps of about 0.01 to bf16.
-    [("adamw", 1e-10), ("muon", 2e-4), ("normuon", 2e-4)],
+    [
+        ("adamw", 1e-10),
+        pytest.param("muon", 2e-4, marks=pytest.mark.extended),
+        pytest.param("normuon", 2e-4, marks=pytest.mark.extended),
+    ],
 )
 def test_inner_and_outer_steps_are_those_of_a_simulation(ranks, optimizer, tolerance):
     case = dataclasses.replace(CASE, optimizer=optimizer)

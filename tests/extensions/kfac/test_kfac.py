@@ -113,11 +113,11 @@ OPEN = {
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(1, {}, marks=pytest.mark.extended),
+        (1, {}),
         pytest.param(1, {"mixed_precision": "fp16"}, marks=MORE),
         pytest.param(2, {}, marks=MORE),
         pytest.param(2, {"mixed_precision": "fp16"}, marks=MORE),
-        (2, {"kfac_method": "eigen"}),
+        pytest.param(2, {"kfac_method": "eigen"}, marks=pytest.mark.extended),
         pytest.param(
             1,
             {"optimizer": "soap", "soap_update_steps": 4, "nesterov": True},
@@ -131,7 +131,10 @@ def test_a_resumed_run_is_bit_identical(dropout, ranks, options):
     check_resume(dropout, name, ranks=ranks, **{**OPEN, **options})
 
 
-@pytest.mark.parametrize("method", ["ekfac", pytest.param("eigen", marks=MORE)])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("ekfac", marks=pytest.mark.extended), pytest.param("eigen", marks=MORE)],
+)
 def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
     run = plain.train_well(
         f"nan-shards-{method}",
@@ -149,6 +152,7 @@ def test_a_nan_on_one_rank_of_shards_skips_the_step_on_all(plain, method):
     assert run.losses[-1] < run.losses[0]
 
 
+@pytest.mark.extended
 def test_the_decay_of_ekfac_per_step_does_not_depend_on_the_interval(plain):
     options = {"kfac": True, "kfac_factor_update_steps": 2, "kfac_inv_update_steps": 4}
     losses = [
@@ -211,13 +215,15 @@ def test_a_missing_kfac_library_is_named(plain):
     assert "pip install git+https://github.com/gpauloski/kfac-pytorch" in run.output
 
 
-@pytest.mark.parametrize("which", [pytest.param("full", marks=pytest.mark.extended), "selective"])
+@pytest.mark.extended
+@pytest.mark.parametrize("which", ["full", "selective"])
 def test_activation_recomputation_does_not_change_kfac(plain, alone, which):
     options = {"per_device_train_batch_size": 8, "activation_checkpointing": which}
     run = plain.train_well(which, kfac=True, **options)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.extended
 def test_selective_recomputation_keeps_no_product_of_kfac(tmp_path):
     llama = Bench(tmp_path, family="llama")  # its layers, too, are products without a bias
     options = {"kfac": True, "kfac_factor_update_steps": 2, "max_train_steps": 4}

@@ -92,6 +92,7 @@ def run_untied(sizes):
     return found
 
 
+@pytest.mark.extended
 def test_a_stage_without_the_head_trains_as_one_rank_does():
     cut, alone = (values(run_ranks(run_untied, *on))[0] for on in ((2, {"pipeline": 2}), (1, {})))
     for kind, weights in alone.items():

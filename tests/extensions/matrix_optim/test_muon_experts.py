@@ -123,7 +123,7 @@ def run_muon(kind, sizes):
     return losses, weights, sum(momentum)
 
 
-@pytest.mark.parametrize("kind", ["muon", "normuon"])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("normuon", marks=pytest.mark.extended)])
 def test_a_rank_updates_the_experts_of_its_shard_bit_for_bit(kind):
     """They are whole in its shard, so that no other rank has to own them."""
     shards, replicas = (
@@ -186,7 +186,7 @@ def loaded_and_saved(kind, sizes, folder, copy):
     return weights
 
 
-@pytest.mark.parametrize("kind", ["muon", "normuon"])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("normuon", marks=pytest.mark.extended)])
 def test_moments_of_experts_resume_exactly_on_other_layouts(kind, tmp_path):
     first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
     straight = values(run_ranks(saved_and_trained_on, 2, kind, {"shard": 2}, first))[0]

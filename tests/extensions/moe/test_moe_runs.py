@@ -167,6 +167,7 @@ def test_biases_are_the_same_on_shards(biased):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in biases)
 
 
+@pytest.mark.extended
 def test_an_average_of_the_weights_has_the_last_bias(biased):
     options = {"router_balancing": "bias", "max_train_steps": 3, "learning_rate": 1e-2}
     average = biased.train_well("average", ema_decay=0.5, export_ema=True, **options)

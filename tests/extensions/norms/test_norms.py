@@ -161,9 +161,9 @@ MORE = pytest.mark.layouts
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes"),
     [
-        ("gpt2", 2, None),
+        pytest.param("gpt2", 2, None, marks=pytest.mark.extended),
         ("gpt2", 2, {"shard": 2}),
-        ("gpt2", 2, {"pipeline": 2}),
+        pytest.param("gpt2", 2, {"pipeline": 2}, marks=pytest.mark.extended),
         pytest.param("llama", 2, {"tensor": 2}, marks=MORE),
         pytest.param("llama", 2, {"context": 2}, marks=MORE),
         pytest.param("llama", 4, {"shard": 2}, marks=MORE),
@@ -229,6 +229,7 @@ def test_a_run_that_is_stopped_at_a_record_continues_with_it(bench, straight):
     assert records_of(cut) == records_of(straight)
 
 
+@pytest.mark.extended
 def test_separate_documents_and_the_eager_kernel_are_measured(bench, straight):
     run = bench.train_well(
         "documents",
@@ -242,6 +243,7 @@ def test_separate_documents_and_the_eager_kernel_are_measured(bench, straight):
         assert line["norm_weight/0.mlp"] == pytest.approx(other["norm_weight/0.mlp"], rel=1e-2)
 
 
+@pytest.mark.extended
 def test_replicas_of_gossip_record_the_mean_of_their_squares(bench):
     options = {"data_parallel": "gossip", "ranks": 2, **SHORT}
     run = bench.train_well("gossip", log_norms=1, **options)

@@ -208,6 +208,7 @@ def test_the_names_of_results_tell_that_documents_are_left_out(bench, trained, s
     assert of_tasks(run.read_json("eval_results.json")) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.extended
 def test_sets_change_no_bit_of_the_training_and_resume(bench, sets):
     options = {"max_train_steps": 4, "checkpointing_steps": 2}
     plain = bench.train_well("plain", **options)

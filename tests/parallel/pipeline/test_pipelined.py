@@ -226,7 +226,7 @@ def test_a_step_all_reduces_the_gradients_of_each_group_at_once(ranks, all_reduc
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
-        ("no", torch.float32),
+        pytest.param("no", torch.float32, marks=pytest.mark.extended),
         ("bf16", torch.bfloat16),
         pytest.param("fp16", torch.float32, marks=pytest.mark.extended),
     ],
