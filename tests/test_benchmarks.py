@@ -509,6 +509,7 @@ def kfac_steps_on_a_made_up_gpu() -> tuple[str, dict[str, int], int]:
     return device, {method: len(times) for method, times in taken.items()}, len(waits)
 
 
+@pytest.mark.extended
 def test_steps_with_kfac_are_timed_on_a_gpu_once_it_has_finished_them():
     [(device, timed, waits)] = values(run_ranks(kfac_steps_on_a_made_up_gpu, 1))
     assert device == made_up_device.NAME

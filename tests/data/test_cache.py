@@ -1,7 +1,6 @@
 import errno
 import fcntl
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from llm.prepare.prepare_files import prepare_files
 from llm.prepare.text.sources import make_file_source
 from llm.prepare.verification import find_token_file_faults
 from tests.support.processes import wait_until
-from tests.support.ranks import run_ranks, values
+from tests.support.ranks import CONTEXT, run_ranks, values
 from tests.support.texts import (
     FailingSource,
     ListSource,
@@ -32,7 +31,6 @@ from tests.support.texts import (
     write,
 )
 
-SPAWN = multiprocessing.get_context("spawn")
 OTHER = ["other"]
 
 
@@ -185,7 +183,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, caplog, damage, how):
 
 def test_concurrent_processes_read_the_text_once(tmp_path):
     processes = [
-        SPAWN.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5))
+        CONTEXT.Process(target=cache_watched, args=(tmp_path / "cache", tmp_path / "reads", 0.5))
         for _ in range(3)
     ]
     for process in processes:
@@ -200,7 +198,7 @@ def test_concurrent_processes_read_the_text_once(tmp_path):
 
 def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     cache, reads = tmp_path / "cache", tmp_path / "reads"
-    process = SPAWN.Process(target=cache_watched, args=(cache, reads, 60.0))
+    process = CONTEXT.Process(target=cache_watched, args=(cache, reads, 60.0))
     process.start()
     wait_until(reads.exists)
     os.kill(process.pid, signal.SIGKILL)
@@ -243,7 +241,7 @@ def test_the_next_start_reuses_finished_shards(tmp_path):
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
-    with SPAWN.Pool(1) as pool:
+    with CONTEXT.Pool(1) as pool:
         message = pool.apply(error_on_a_full_disk, (10_000, cache_much, tmp_path))
 
     assert "cannot be written" in message

@@ -91,6 +91,7 @@ def test_the_package_of_the_tutorial_trains_and_resumes_exactly(bench, server, s
     assert "\n# Calm training (llm-calm 0.1.0)\n" in (whole / "config.toml").read_text()
 
 
+@pytest.mark.extended
 def test_a_save_between_two_lines_of_the_log_keeps_the_loss_so_far(bench, server, site):
     options = {"activation_penalty": 0.1, "checkpointing_steps": 1, "max_train_steps": 4}
     options |= {"logging_steps": 4}
@@ -215,7 +216,8 @@ def _train(site: str, argv: list[str]) -> int:
     return main(argv)
 
 
-@pytest.mark.parametrize("shard", [pytest.param(1, marks=pytest.mark.extended), 2])
+@pytest.mark.extended
+@pytest.mark.parametrize("shard", [1, 2])
 def test_the_penalty_is_the_same_on_replicas_and_on_shards(shard, bench, server, site):
     options = {"activation_penalty": 0.1, "max_train_steps": 3, "train_file": bench.text}
     if not (bench.folder / "one").exists():

@@ -128,6 +128,7 @@ def evaluate_routers(sizes: dict[str, int]) -> tuple[float, set[torch.dtype]]:
     return loss, dtypes
 
 
+@pytest.mark.extended
 def test_routers_are_gathered_in_float32_in_a_bf16_run():
     ((alone, _),) = values(run_ranks(evaluate_routers, 1, {}))
     for loss, dtypes in values(run_ranks(evaluate_routers, 2, {"shard": 2})):

@@ -16,6 +16,7 @@ from tests.support.ranks import run_ranks, values
 
 TP2, TP4, TP2_FSDP2 = {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "shard": 2}
 RING_PASSES = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+RECOMPUTED = {"accumulation": 2, "recompute": True}
 DROPS = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
@@ -61,9 +62,18 @@ def assert_trains_as_on_one_rank(ranks: int, cases) -> None:
                     torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-5)
 
 
-def test_two_ranks_train_gpt2_and_llama_as_one_rank_does():
-    options = [{}, {"accumulation": 2, "recompute": True}]
-    assert_trains_as_on_one_rank(2, [(f, TP2, o) for f in ("gpt2", "llama") for o in options])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", RECOMPUTED),
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in (("gpt2", {}), ("llama", {}), ("llama", RECOMPUTED))
+        ),
+    ],
+)
+def test_two_ranks_train_gpt2_and_llama_as_one_rank_does(family, options):
+    assert_trains_as_on_one_rank(2, [(family, TP2, options)])
 
 
 @pytest.mark.layouts

@@ -74,6 +74,7 @@ def test_two_ranks_compute_each_layer_of_every_kind_of_plan(family):
     assert_trains_as_on_one_rank(2, [(family, TP2)])
 
 
+@pytest.mark.extended
 def test_a_head_whose_rows_are_padded_on_each_rank_trains_the_same():
     # 321 rows on two ranks, 161 and 160, each of which becomes 256; phi's head has a bias.
     assert_trains_as_on_one_rank(2, [(f, TP2, 1, True, True) for f in ("gpt2", "phi")])

@@ -241,9 +241,9 @@ def test_a_rank_that_was_started_alone_says_for_whom_it_waits():
 def impatient():
     gather("here")
     if os.environ["RANK"] == "1":
-        time.sleep(3)
+        time.sleep(1.5)
         return "late"
-    return told(lambda: on_all_ranks(lambda: None, timeout=1.0))
+    return told(lambda: on_all_ranks(lambda: None, timeout=0.5))
 
 
 def test_ranks_time_out_before_process_groups_form():

@@ -231,7 +231,7 @@ def stop(health):
     time.sleep(3)
 
 
-@pytest.mark.parametrize("end", [Health.close, stop])
+@pytest.mark.parametrize("end", [Health.close, pytest.param(stop, marks=pytest.mark.extended)])
 def test_ranks_that_end_at_once_leave_no_thread_and_lose_no_rank(end):
     ranks = Ranks(2, steps=5, end=end)
 

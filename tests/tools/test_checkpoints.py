@@ -437,7 +437,11 @@ def exported_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
-@pytest.mark.parametrize("words", [EXPORT, AVERAGE], ids=["export", "average"])
+@pytest.mark.parametrize(
+    "words",
+    [EXPORT, pytest.param(AVERAGE, marks=pytest.mark.extended)],
+    ids=["export", "average"],
+)
 def test_a_killed_export_is_repeated_by_the_same_command(trained, tmp_path, words):
     assert write_export(words, trained, tmp_path / "whole") == 0
     whole = exported_files(tmp_path / "whole")

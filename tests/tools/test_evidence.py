@@ -82,6 +82,7 @@ def test_one_rank_writes_a_file_in_which_every_check_has_passed(tmp_path):
         assert word not in text
 
 
+@pytest.mark.extended
 def test_two_ranks_compare_a_layout_with_one_rank(tmp_path):
     words = ("--parts", "preflight", "layouts", "--site", "testbed")
     outcomes = run_ranks(collect_shards, 2, tmp_path, *words)

@@ -72,6 +72,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(fault):
     assert rank_1.value == (1 if fault is HANG else None)
 
 
+@pytest.mark.extended
 def test_ranks_that_all_wait_in_a_collective_point_to_the_network():
     # The first reduction is done; the second never is.
     rank_0, _ = run_ranks(preflight, 2, [STOP_IN_REDUCTION])

@@ -118,27 +118,29 @@ def test_the_exported_average_is_evaluated_and_writes_the_sample(bench):
     assert sample_text(model, tokenizer, **prompt) in run.output
 
 
-def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(bench):
-    options = {"max_train_steps": 6, "checkpointing_steps": 2, "eval_steps": 3, **SHARDED}
-    plain = bench.train_well("plain", ranks=2, **options)
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param({"ranks": 2, **SHARDED}, marks=pytest.mark.extended)]
+)
+def test_an_average_changes_nothing_else_and_is_resumed_to_the_same_bits(tmp_path, layout):
+    bench = Bench(tmp_path)
+    options = {"max_train_steps": 6, "checkpointing_steps": 2, "eval_steps": 3, **layout}
+    plain = bench.train_well("plain", **options)
     options |= {"ema_decay": 0.9, "eval_ema": True}
-    straight = bench.train_well("straight", ranks=2, **options)
+    straight = bench.train_well("straight", **options)
     assert straight.losses == plain.losses
     assert weights_hash(straight.folder) == weights_hash(plain.folder)
 
     cut = bench.folder / "resumed"
     shutil.copytree(straight.folder, cut)
     shutil.rmtree(cut / "checkpoints" / checkpoint_name(6))
-    resumed = bench.train_well("resumed", ranks=2, resume_from_checkpoint=True, **options)
+    resumed = bench.train_well("resumed", resume_from_checkpoint=True, **options)
 
     assert last_hash(resumed) == last_hash(straight)
     assert last_counts(resumed) == last_counts(straight)
     assert last_counts(resumed)["ema"] == {"mass": pytest.approx(1 - 0.9**6)}
     assert without_times(resumed) == without_times(straight)
 
-    again = bench.train_well(
-        "resumed", ranks=2, eval_only=True, resume_from_checkpoint=True, **options
-    )
+    again = bench.train_well("resumed", eval_only=True, resume_from_checkpoint=True, **options)
     expected = resumed.read_json("all_results.json")
     assert again.read_json("eval_results.json")["ema_loss"] == expected["eval_ema_loss"]
 

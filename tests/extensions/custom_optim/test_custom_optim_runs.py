@@ -224,6 +224,7 @@ def test_a_resume_without_the_module_is_refused(bench, monkeypatch):
     assert "resume_from" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_a_step_without_a_finite_gradient_is_skipped_on_all_ranks(bench):
     options = options_of("elementwise") | {"data_parallel_shard_size": 2, "max_train_steps": 4}
     fault = Fault(at="llm.models.loss:LanguageModelLoss.forward", what="nan", call=2, rank=1)
