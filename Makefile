@@ -52,7 +52,7 @@ test: $(VENV)/.dev
 
 # Only files with such tests are collected.
 test-extended: $(VENV)/.dev
-	$(PYTEST) -m "$(ORDINARY) and extended" $$(grep -rl --include='test_*.py' mark.extended tests) $(ARGS)
+	$(PYTEST) -m "$(ORDINARY) and extended" $$(grep -rlE --include='test_*.py' 'mark.extended|every_family' tests) $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm.models.loss import LanguageModelLoss
 from llm.models.mixtures import find_routers
+from tests.support.families import every_family
 from tests.support.models import FAMILIES, MIXTURES, VOCAB_SIZE, tiny_config, tiny_model
 
 IDS = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -28,7 +29,7 @@ class Float32Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_autocast_leaves_no_matrix_product_in_float32(family):
     # Eager, since PyTorch's own attention computes in float32 on a CPU where it has no kernel.
     model = tiny_model(tiny_config(family), attention_implementation="eager", router_dtype="model")

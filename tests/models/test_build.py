@@ -11,7 +11,8 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.sampling import sample_text
 from llm.models.sizes import parameter_counts
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 
 
@@ -185,7 +186,7 @@ def test_biases_are_held_at_zero_even_when_loaded(
     assert "8 biases are held at zero (--no_bias); 8 of them were not zero" in caplog.text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_recomputed_activations_give_the_same_gradients(family: str) -> None:
     input_ids = torch.randint(320, (2, 12), generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -236,7 +237,7 @@ def test_parameters_are_counted_by_kind() -> None:
     assert tied["trainable"] + tied["frozen"] == tied["total"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_every_family_writes_the_same_sample_for_the_same_seed(family: str) -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_model(tiny_config(family), pad_vocab_to_multiple_of=128)

@@ -8,7 +8,8 @@ from transformers import BertConfig, PreTrainedConfig, RobertaConfig, XLMConfig,
 
 from llm.errors import ConfigError
 from llm.models.causality import check_causal, check_meta_model_causal
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import tiny_config, tiny_model
 
 BERT = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 XLNET = {"vocab_size": 320, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
@@ -46,7 +47,7 @@ def test_a_model_that_needs_all_blocks_is_checked_with_weights(caplog):
         check_causal(tiny_model(xlm))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_no_token_of_a_family_sees_a_later_one(family):
     model = tiny_model(tiny_config(family))
     check_causal(model)

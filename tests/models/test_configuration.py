@@ -12,7 +12,8 @@ from llm.models.configuration import (
     max_positions,
 )
 from llm.models.options import ModelOptions
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.families import every_family
+from tests.support.models import tiny_config
 
 
 def load(**options: Any) -> PreTrainedConfig:
@@ -173,7 +174,7 @@ def test_layers_that_are_skipped_at_random_are_refused(model_type: str, field: s
         check_no_layers_skipped(load(model_type=model_type, config_overrides=f"{field}=0.1"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_maximum_position_is_that_of_the_family(family: str) -> None:
     expected = None if family in ("bloom", "mamba") else 64
 

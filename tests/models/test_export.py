@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.models import export
+from tests.support.families import every_family
 from tests.support.models import (
-    FAMILIES,
     export_to,
     moved_from_its_start,
     tiny_config,
@@ -19,7 +19,7 @@ from tests.support.tokenizers import tiny_tokenizer, tokenizer_with_two_template
 
 
 @pytest.mark.parametrize("multiple", [None, 128])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_exported_weights_are_the_trained_ones(
     family: str, multiple: int | None, tmp_path: Path
 ) -> None:

@@ -4,7 +4,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from llm.models.init import materialize
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.families import every_family
+from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks, values
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def drawn(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: p for name, p in parameters.items() if p.std() > 0 and not name.endswith("A_log")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_every_weight_starts_as_the_library_would_start_it(family: str) -> None:
     torch.manual_seed(0)
     expected = AutoModelForCausalLM.from_config(tiny_config(family))
@@ -39,7 +40,7 @@ def test_every_weight_starts_as_the_library_would_start_it(family: str) -> None:
             assert torch.equal(weight, reference), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_buffers_that_no_file_holds_are_right(family: str) -> None:
     expected = AutoModelForCausalLM.from_config(tiny_config(family))
     model = keyed_model(family)
@@ -49,7 +50,7 @@ def test_buffers_that_no_file_holds_are_right(family: str) -> None:
         assert torch.equal(model.get_buffer(name), reference), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_no_two_parameters_start_alike(family: str) -> None:
     starts = [p.flatten()[:16] for p in drawn(keyed_model(family)).values()]
     # Scaled to one deviation: the same draw would show through a different scale.

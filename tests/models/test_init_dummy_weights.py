@@ -9,7 +9,8 @@ from llm.errors import ConfigError
 from llm.models.attention import check_documents_apart
 from llm.models.init import dummy_weights
 from llm.parallel.pipeline.stage import check_cut
-from tests.support.models import FAMILIES, remember_across_layers, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import remember_across_layers, tiny_config, tiny_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -30,7 +31,7 @@ def takes_positions(model):
     check_documents_apart(model, positions=True, attention=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_checks_of_a_family_give_the_same_result_without_weights(family):
     real = tiny_model(tiny_config(family))
     bare = tiny_model(tiny_config(family), device=META)

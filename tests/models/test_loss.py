@@ -22,7 +22,8 @@ from llm.models.loss import (
     has_plain_head,
 )
 from llm.models.loss_chunks import LossChunks
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import tiny_config, tiny_model
 
 NARROW = {
     "vocab_size": 320,
@@ -73,7 +74,7 @@ def assert_same_gradients(
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, TEN_ROWS])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_loss_and_gradients_are_those_of_the_full_logits(
     family: str, chunk_bytes: int | None
 ) -> None:
@@ -170,7 +171,7 @@ def test_capped_logits_are_seen_and_computed_in_full() -> None:
     assert_same_gradients(gradients(model, objective), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_output_head_is_recognised_on_a_model_without_weights(family: str) -> None:
     model = tiny_model(tiny_config(family), device=torch.device("meta"))
     names = list(model.state_dict())
@@ -240,7 +241,7 @@ def test_predictions_are_the_likeliest_tokens_that_exist(family: str, chunked: b
     torch.testing.assert_close(log_probs, of_labels.where(labels >= 0, 0.0))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_every_parameter_has_a_gradient_in_every_step(family: str) -> None:
     # One token visits two of four experts: distributed training waits for all gradients.
     model = tiny_model(tiny_config(family))

@@ -10,7 +10,8 @@ from llm.data.order import DocumentBoundaries
 from llm.errors import ConfigError
 from llm.models.attention import check_documents_apart
 from llm.models.loss import LanguageModelLoss
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import tiny_config, tiny_model
 
 EOS = 0
 MODELS = ["gpt2", "llama", "mistral", "gpt_neo", "mixtral"]
@@ -135,7 +136,7 @@ def test_a_compiled_model_keeps_documents_apart_and_joins_them_again():
         torch.testing.assert_close(loss(*packed_windows())[1], joined)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_a_family_is_refused_by_name_exactly_where_documents_are_mixed(family):
     model = tiny_model(tiny_config(family))
     loss = LanguageModelLoss(model.eval())

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from llm.models.loss import LanguageModelLoss
 from llm.models.patches.tied_embedding import TiedEmbedding, tie_gradients
-from tests.support.models import FAMILIES, tiny_config, tiny_model
+from tests.support.families import every_family
+from tests.support.models import tiny_config, tiny_model
 
 TIED = ("gpt2", "gpt_neo", "opt", "bloom", "falcon", "mamba")
 
@@ -37,7 +38,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_the_gradient_is_that_of_autograd(family, micro_batches):
     plain = tiny_model(tiny_config(family)).eval()
     tied = tiny_model(tiny_config(family), tied_gradients=True).eval()

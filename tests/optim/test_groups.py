@@ -8,10 +8,11 @@ from llm.optim.groups import has_weight_decay, parameter_groups, scale_learning_
 from llm.optim.options import OptimizerOptions
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.families import every_family
+from tests.support.models import tiny_config
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_weight_decay_falls_on_matrices_only(family):
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     name_of = {parameter: name for name, parameter in model.named_parameters()}

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedConfig
 
 from llm.models.init import materialize
 from llm.parallel.sharded_init import init_shards
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.families import every_family
+from tests.support.models import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,7 @@ def assert_same_start(whole: PreTrainedModel, piecewise: PreTrainedModel) -> Non
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_weights_drawn_one_by_one_are_those_drawn_together(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,8 @@ Ranks, strategies and models:
 - `ranks`: calls a function on several gloo ranks, which a server forks that has imported `preload`.
 - `layouts`: strategies of any layout, and the batches and steps to compare them with.
 - `matrix_runs`, `decentralized`: the same for Muon, SOAP and K-FAC, and for gossip and DiLoCo.
-- `models`, `tokenizers`: tiny models of every family, a tiny tokenizer.
+- `models`, `tokenizers`: tiny models of every family, a tiny tokenizer; `families` marks the
+  families that `make test` leaves out.
 - `checkpoints`, `meters`: checkpoints of states and strategies; meters of several ranks.
 - `operations`: modes that note what waits for a device, and the messages of sharded weights.
 

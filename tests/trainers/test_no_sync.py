@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from llm.models.attention import disable_packing_detection
 from llm.models.loss import LanguageModelLoss
+from tests.support.families import every_family
 from tests.support.layouts import make_data_parallel, share
-from tests.support.models import FAMILIES, tiny_config
+from tests.support.models import tiny_config
 from tests.support.operations import Reads
 from tests.support.ranks import run_ranks, values
 
@@ -32,7 +33,7 @@ def test_a_step_reads_no_value_from_the_device(mixed_precision):
     assert values(run_ranks(reads_of_a_step, 1, mixed_precision)) == [[]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_no_family_reads_a_value_in_forward_or_backward(family):
     disable_packing_detection()
     loss = LanguageModelLoss(AutoModelForCausalLM.from_config(tiny_config(family)))
