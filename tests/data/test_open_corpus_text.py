@@ -105,7 +105,7 @@ def test_a_data_set_gives_its_validation_split_or_is_split(tmp_path, monkeypatch
     assert text(corpus.train) == ("a<|endoftext|>" if with_validation else "") + "b<|endoftext|>"
 
 
-@pytest.mark.parametrize("with_validation", [True, False])
+@pytest.mark.parametrize("with_validation", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_a_saved_data_set_gives_its_validation_split_or_is_split(
     tmp_path, monkeypatch, with_validation
 ):

@@ -293,11 +293,12 @@ def load(site: Path, monkeypatch, *packages: dict[str, str]) -> tuple[type, ...]
     for package in packages:
         install(package, site)
     monkeypatch.syspath_prepend(str(site))
-    before = set(sys.modules)
+    modules = {name.partition(".")[0] for package in packages for name in package}
     try:
         return load_installed_extensions()
     finally:
-        for name in set(sys.modules) - before:
+        # No others: a library that was loaded meanwhile must not be loaded a second time.
+        for name in modules & sys.modules.keys():
             del sys.modules[name]
 
 

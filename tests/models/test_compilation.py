@@ -58,6 +58,7 @@ def test_an_evaluation_before_training_leaves_graphs_of_fixed_shapes(batch_sizes
     assert {type(size) for size in batch_sizes} == {int}
 
 
+@pytest.mark.extended
 def test_more_shapes_than_pytorchs_limit_are_compiled(batch_sizes):
     model = tiny_model(tiny_config("gpt2"))
     compile_blocks(model)

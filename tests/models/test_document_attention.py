@@ -54,7 +54,13 @@ def kernel_of(model) -> str:
 
 
 @pytest.mark.parametrize("flex", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "gpt2" else pytest.mark.extended)
+        for family in FAMILIES
+    ],
+)
 def test_a_shared_mask_has_the_loss_and_gradient_of_a_mask_a_layer(family, flex, uncompiled):
     model = make_model(family)
     loss_sum, gradient = loss_and_gradient(model)

@@ -121,6 +121,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MODELS)
 def test_random_texts_have_sentencepieces_ids(name, tmp_path):
     model = convert(tmp_path, model_bytes(name))
@@ -170,7 +171,7 @@ JAMO = [
 ]
 
 
-@pytest.mark.parametrize("rule", ["nmt_nfkc", "nfkc"])
+@pytest.mark.parametrize("rule", ["nmt_nfkc", pytest.param("nfkc", marks=pytest.mark.extended)])
 def test_marks_in_any_order_are_normalized_as_sentencepiece_does(rule, tmp_path):
     data = train_model(model_type="bpe", normalization_rule_name=rule)
     normalizer = convert(tmp_path, data).backend.normalizer

@@ -238,7 +238,15 @@ def test_only_the_directives_of_a_job_are_places_to_fill_in(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", [p for p in SCRIPTS if p.stem != "array"], ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.extended if path.parent.name != "slurm" else ())
+        for path in SCRIPTS
+        if path.stem != "array"
+    ],
+    ids=name_of,
+)
 def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     path, tmp_path, monkeypatch
 ):
@@ -266,8 +274,13 @@ def test_a_configuration_as_argument_replaces_the_options_of_an_example(
     ("line", "words", "image"),
     [
         ('output_dir = "runs/mine"  # the "best" one', [], []),
-        ("output-dir = 'runs/mine'", [], []),
-        ('output_dir = "runs/other"', ["--output_dir", "runs/mine"], []),
+        pytest.param("output-dir = 'runs/mine'", [], [], marks=pytest.mark.extended),
+        pytest.param(
+            'output_dir = "runs/other"',
+            ["--output_dir", "runs/mine"],
+            [],
+            marks=pytest.mark.extended,
+        ),
         ("", ["--output-dir=runs/mine"], ["--container", "lab/llm:1"]),
     ],
     ids=["quotes in a comment", "dash and single quotes", "command line wins", "container"],

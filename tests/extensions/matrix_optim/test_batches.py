@@ -54,7 +54,7 @@ class Training:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrices_together_train_as_one_after_another(monkeypatch, kind, family):
     found = []

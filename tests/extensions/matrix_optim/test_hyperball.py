@@ -104,7 +104,9 @@ def test_twenty_steps_are_those_of_the_paper(optimizer, monkeypatch):
         assert np.linalg.norm(weight - starts[index]) > 0.05 * np.linalg.norm(weight)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "muon", pytest.param("normuon", marks=pytest.mark.extended)]
+)
 def test_each_matrix_of_an_expert_keeps_its_norm_in_many_steps(optimizer):
     model = still_model("mixtral", num_hidden_layers=1, hidden_size=16, intermediate_size=24)
     experts = model.model.layers[0].mlp.experts
