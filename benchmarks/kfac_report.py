@@ -112,17 +112,18 @@ def shares(losses: LossesByMethod, method: str) -> list[float]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of some values; zero where a value is infinite."""
-    if not all(map(math.isfinite, values)):
-        return 0.0
+    """Return the standard error of the mean of some finite values; nan for one value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def mean_and_error(values: Sequence[float], digits: int) -> str:
-    """Return the mean of some values and its standard error."""
-    mean, error = statistics.fmean(values), standard_error(values)
-    if math.isinf(mean):
+    """Return the mean of some values and its standard error, or how many are infinite."""
+    num_infinite = sum(map(math.isinf, values))
+    if num_infinite == len(values):
         return "never"
+    if num_infinite:
+        return f"never in {num_infinite} of {len(values)}"
+    mean, error = statistics.fmean(values), standard_error(values)
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
