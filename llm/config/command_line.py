@@ -318,8 +318,8 @@ def _heading_topics(heading: str) -> list[str]:
 def _list_topics(cls: type) -> str:
     """Return a sentence that lists a topic for every heading."""
     headings = dict.fromkeys(field.option.group for field in fields(cls))
-    topics = ", ".join(_heading_topics(heading)[0] for heading in headings)
-    return f"--help all shows every option; --help TOPIC shows one topic: {topics}."
+    topics = dict.fromkeys(_heading_topics(heading)[0] for heading in headings)
+    return f"--help all shows every option; --help TOPIC shows one topic: {', '.join(topics)}."
 
 
 def _make_help_parser(cls: type, topic: str, *, prog: str) -> _Parser:

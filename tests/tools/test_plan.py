@@ -539,6 +539,8 @@ def test_a_length_in_epochs_needs_the_number_of_tokens(capsys):
         "\ndays: the length of 2 epochs depends on the data: give --num_tokens, or --max_duration "
         "in tokens or steps\n"
     ) in capsys.readouterr().out
+    assert main([*WORDS, "--memory_gib", "64"]) == 0
+    assert "\ndays: the default length of 3 epochs depends on" in capsys.readouterr().out
 
 
 def test_the_epochs_of_token_files_are_planned_with_the_trainers_warning(tmp_path, capsys):

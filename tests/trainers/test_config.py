@@ -438,8 +438,10 @@ def test_help_on_a_subject_shows_its_options_and_names_the_other_subjects(capsys
     assert help_of(capsys, "-h", "K-FAC") == shown
     assert "--kfac_damping" in shown
     assert "--train_file" not in shown
-    with pytest.raises(ConfigError, match=r"--help pizza: .* model, speed, tokenizer"):
+    with pytest.raises(ConfigError, match=r"--help pizza: .* model, speed, tokenizer") as caught:
         parse_options(GPTConfig, ["--help", "pizza"], prog="gpt", description="")
+    topics = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
+    assert len(topics) == len({*topics})
     with pytest.raises(ConfigError, match="There is no option --hkfac"):
         parse_options(GPTConfig, ["-hkfac"], prog="gpt", description="")
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llm.config.options import non_default
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
@@ -265,8 +266,9 @@ def _format_run_time(job: Job, plan: Estimate) -> str:
     """Return the line about the time of the whole run, or how to learn it."""
     budget, days = job.token_budget(plan.dims), days_of_run(job, plan)
     if days is None:
+        default = "" if "max_duration" in non_default(job.options) else "default "
         return (
-            f"days: the length of {job.options.max_duration} depends on the data: give "
+            f"days: the {default}length of {job.options.max_duration} depends on the data: give "
             "--num_tokens, or --max_duration in tokens or steps"
         )
     node_hours = days * 24 * job.options.nodes
