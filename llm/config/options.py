@@ -487,24 +487,30 @@ def missing_requirements(config: Any) -> list[str]:
         requirements = [requirement.partition("=")[::2] for requirement in field.option.requires]
         is_met = any(name in values and value in ("", values[name]) for name, value in requirements)
         if field.name in values and requirements and not is_met:
-            problems.append(_describe_unmet_requirement(field, values[field.name], requirements))
+            problems.append(_describe_unmet_requirement(config, field, requirements))
     return problems
 
 
 def _describe_unmet_requirement(
-    field: Field, value: Any, requirements: Sequence[tuple[str, str]]
+    config: Any, field: Field, requirements: Sequence[tuple[str, str]]
 ) -> str:
     """Return a sentence about an option that needs one of several others.
 
     Args:
+        config: The options.
         field: The option in use.
-        value: Its value.
         requirements: Name and value of each option that it may be used with; "" for any value.
     """
     flags = " or ".join(f"--{name} {allowed}".rstrip() for name, allowed in requirements)
     pronoun = "one of them" if len(requirements) > 1 else "that"
-    value_text = f" {value}" if Duration in field.members else ""
-    return f"--{field.name}{value_text} needs {flags}; give {pronoun} too, or leave it out."
+    value_text = f" {getattr(config, field.name)}" if Duration in field.members else ""
+    sentences = [f"--{field.name}{value_text} needs {flags}; give {pronoun} too, or leave it out."]
+    sentences += [
+        f"--{name} auto does not count, because it may choose another value."
+        for name in dict.fromkeys(name for name, _ in requirements)
+        if getattr(config, name, None) == "auto"
+    ]
+    return " ".join(sentences)
 
 
 def format_default(value: Any) -> str:

@@ -216,6 +216,21 @@ def test_an_option_without_the_option_it_requires_is_refused():
     assert missing_requirements(Settings()) == missing_requirements(Settings(corners=4)) == []
 
 
+def test_auto_does_not_count_as_the_value_that_an_option_requires():
+    @option_group("Balance")
+    class Balance:
+        by: Literal["auto", "loss", "both"] = option("auto", "Means.")
+        scope: Literal["batch", "sample"] = option(
+            "batch", "Scope.", requires=("by=loss", "by=both")
+        )
+
+    assert missing_requirements(Balance(scope="sample", by="loss")) == []
+    assert missing_requirements(Balance(scope="sample")) == [
+        "--scope needs --by loss or --by both; give one of them too, or leave it out. "
+        "--by auto does not count, because it may choose another value."
+    ]
+
+
 def test_the_markdown_page_names_required_options_unless_the_help_does():
     page = option_list(Settings)
     assert r"- **`corners`**\* (`4`): Corners. Needs `shape square` or `name`." in page

@@ -121,6 +121,17 @@ def _check_signature(
         ConfigError: Names the argument, or the need.
     """
     name = options.optimizer
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"--optimizer {name} needs a closure, which computes the loss again within a step; the "
+            "trainer has none. Choose another class."
+        )
+    if callable(getattr(cls, "eval", None)):
+        raise ConfigError(
+            f"--optimizer {name} has other weights for training than for evaluation (its method "
+            "eval), which the trainer does not switch; choose another class."
+        )
     parameters = inspect.signature(cls).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         if unknown_names := [argument for argument in arguments if argument not in parameters]:
@@ -138,19 +149,9 @@ def _check_signature(
             )
         if options.weight_decay and "weight_decay" not in parameters:
             raise ConfigError(
-                f"--optimizer {name} takes no weight_decay; leave --weight_decay out."
+                f"--optimizer {name} takes no weight_decay; leave --weight_decay out, or set it "
+                "to 0."
             )
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"--optimizer {name} needs a closure, which computes the loss again within a step; the "
-            "trainer has none. Choose another class."
-        )
-    if callable(getattr(cls, "eval", None)):
-        raise ConfigError(
-            f"--optimizer {name} has other weights for training than for evaluation (its method "
-            "eval), which the trainer does not switch; choose another class."
-        )
 
 
 def find_version(cls: type) -> str:

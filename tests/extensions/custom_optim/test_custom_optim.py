@@ -83,7 +83,7 @@ def test_a_class_of_a_module_without_a_spec_is_looked_for_in_it(monkeypatch):
         ({"optimizer": "torch.nothing:Class"}, "the module torch.nothing cannot be imported (Mod"),
         ({"optimizer": "torch.optim:Nothing"}, "the module torch.optim has no class Nothing."),
         ({"optimizer": f"{CLASSES}:NOT_A_CLASS"}, "NOT_A_CLASS is not a subclass of torch.optim"),
-        ({"optimizer": "torch.optim:LBFGS"}, "LBFGS needs a closure"),
+        ({"optimizer": "torch.optim:LBFGS", "weight_decay": 0.1}, "LBFGS needs a closure"),
         ({"optimizer": f"{CLASSES}:Closing"}, "Closing needs a closure"),
         ({"optimizer": "torch.optim:SparseAdam"}, "SparseAdam does not support dense gradients"),
         ({"optimizer": "torch.optim:Muon"}, "Muon only supports 2D parameters"),
@@ -91,7 +91,7 @@ def test_a_class_of_a_module_without_a_spec_is_looked_for_in_it(monkeypatch):
         ({"optimizer": f"{CLASSES}:WithoutRate"}, "takes no lr, which the learning-rate schedule"),
         (
             {"optimizer": f"{CLASSES}:WithoutDecay", "weight_decay": 0.1},
-            "takes no weight_decay; leave --weight_decay out.",
+            "takes no weight_decay; leave --weight_decay out, or set it to 0.",
         ),
         ({"optimizer": f"{CLASSES}:FalselyElementwise"}, "is not elementwise: it trains the halv"),
         ({"optimizer": f"{CLASSES}:NotSkipping"}, "changes weights although it is 1"),
