@@ -1,5 +1,7 @@
 """The PBS examples under bash, with the nodes and the mpiexec that PBS would give them."""
 
+import socket
+
 import pytest
 
 from tests.cluster.jobs import Submission, run_pbs
@@ -27,6 +29,21 @@ def test_polaris_one_torchrun_on_each_of_two_nodes(submission, pbs_hosts):
     done = run_pbs(script, hosts=pbs_hosts[:2], job="7002.polaris-pbs-01", ranks=1)
     check_finished(submission, done, "polaris2", ranks=2)
     assert "on pbs1, pbs2; " in done.stdout
+
+
+def test_torchruns_meet_at_an_address_that_is_not_the_host_names(
+    submission, pbs_hosts, monkeypatch
+):
+    """The host file has addresses of the fast network, and host names resolve to another one."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.7", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address besides 127.0.0.1")
+        monkeypatch.setenv("MASTER_ADDR", probe.getsockname()[0])
+    script = submission.fill_in("pbs/pretrain.pbs", run="network", max_train_steps=20)
+    done = run_pbs(script, hosts=pbs_hosts[:2], job="7011.polaris-pbs-01", ranks=1)
+    check_finished(submission, done, "network", ranks=2)
 
 
 def test_aurora_one_process_for_each_tile(submission, pbs_hosts):

@@ -149,12 +149,17 @@ else
         NUMA=(--numa-binding=node)  # each process on the cores near its GPU
     fi
 {% endif %}
+    # The first process of mpiexec hosts torchrun's store. By itself, torchrun does not recognize its
+    # host by an address of a second network.
+    # shellcheck disable=SC2016
     LAUNCH=(
         mpiexec --hostfile "{{ nodefile }}" -n "$NNODES" --ppn 1
 {% if site.pals %}
         --cpu-bind none
 {% endif %}
-        torchrun --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
+        bash -c 'NODE=${PALS_RANKID:-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}}
+            exec torchrun ${NODE:+"--rdzv_conf=is_host=$((NODE == 0))"} "$@"' torchrun
+        --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
         --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
     )
 {% else %}
