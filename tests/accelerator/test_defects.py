@@ -140,7 +140,7 @@ def average_without_a_wait() -> None:
 def test_gossip_that_does_not_wait_for_its_messages_is_noticed():
     uses = notes_with(average_without_a_wait, GOSSIP)["update"].in_flight
     lines = {use.partition(" at ")[2].partition(":")[0] for use in uses}
-    assert lines == {"parallel/buckets.py", "extensions/decentralized/averaging.py"}
+    assert lines == {"parallel/flat_buffers.py", "extensions/decentralized/averaging.py"}
     # The first use of what a partner has sent, and the next message in a buffer that is in flight.
     assert uses[0].startswith("aten::_foreach_add_.List at ")
     assert "aten::_foreach_copy_" in {use.partition(" at ")[0] for use in uses}

@@ -25,3 +25,16 @@ def test_the_functions_and_constants_that_a_page_names_exist(page, end):
     assert len(names) > 30
     code_names = [name for name in names if not re.search(r"\.(py|md|toml|sh|yml)$", name)]
     assert [name for name in code_names if not WORDS.issuperset(name.split("."))] == []
+
+
+def test_the_files_of_the_folders_that_readme_lists_exist():
+    listing = (ROOT / "README.md").read_text(encoding="utf-8").split("```\nllm/trainers/gpt/")[1]
+    lines = ("llm/trainers/gpt/" + listing.partition("```")[0]).splitlines()
+    folder, missing, num_files = ROOT, [], 0
+    for line in lines[:-1]:  # the last one is about files of most folders
+        folder = ROOT / line.split()[0] if line.startswith("llm/") else folder
+        files = re.findall(r"[\w/]+\.(?:py|toml)", line.removeprefix(folder.name))
+        num_files += len(files)
+        missing += [f"{folder.name}/{file}" for file in files if not (folder / file).exists()]
+    assert num_files > 10
+    assert missing == []
