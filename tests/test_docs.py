@@ -213,6 +213,7 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
     }.items():
         filled = filled.replace(f"__{name}__", str(value))
     (tmp_path / "job").write_text(filled)
+    (tmp_path / "profile").write_text("module() { :; }\nconda() { :; }\n")
 
     unfilled = subprocess.run(["bash", str(script)], capture_output=True, text=True)
     assert unfilled.returncode == 2
@@ -223,6 +224,7 @@ def test_a_job_script_that_is_filled_in_prepares_token_files(script, tmp_path):
         cwd=tmp_path,
         env={
             **os.environ,
+            "BASH_ENV": str(tmp_path / "profile"),
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "PBS_O_WORKDIR": str(tmp_path),
             "VENV": "venv",

@@ -117,7 +117,7 @@ def programs(tmp_path, monkeypatch):
     folder = tmp_path / "programs"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(jobs, "plan_notes", lambda *_: [])
+    monkeypatch.setattr(jobs, "plan_run", lambda *_: ([], None))
     return folder
 
 

@@ -17,7 +17,7 @@ POLARIS = ["--site", "polaris", "--time", "1:00:00", "--account", "me"]
 @pytest.fixture(autouse=True)
 def plan(monkeypatch):
     """Planning takes seconds."""
-    monkeypatch.setattr(jobs, "plan_notes", lambda *_: ["Plan: it fits."])
+    monkeypatch.setattr(jobs, "plan_run", lambda *_: (["Plan: it fits."], None))
 
 
 def write(capsys, *argv: str, trainer: list[str] = TRAINER) -> tuple[str, str]:

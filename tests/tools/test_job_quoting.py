@@ -15,7 +15,7 @@ PREPARE = ["--tokenizer_name", "gpt2", "--output_prefix", "b", "--input", "a.txt
 
 @pytest.fixture(autouse=True)
 def plan(monkeypatch):
-    monkeypatch.setattr(jobs, "plan_notes", lambda *_: [])
+    monkeypatch.setattr(jobs, "plan_run", lambda *_: ([], None))
 
 
 def read_options(script: Path) -> list[bytes]:

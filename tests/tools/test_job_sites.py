@@ -33,7 +33,7 @@ set_up = "module load mine"
 @pytest.fixture
 def no_plan(monkeypatch):
     """Planning takes seconds."""
-    monkeypatch.setattr(jobs, "plan_notes", lambda *_: ["Plan: it fits."])
+    monkeypatch.setattr(jobs, "plan_run", lambda *_: (["Plan: it fits."], None))
 
 
 def write(capsys, *argv: str, trainer: list[str] = TRAINER) -> tuple[str, str]:

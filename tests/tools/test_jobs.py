@@ -27,7 +27,7 @@ TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a b.txt", "--output_
 @pytest.fixture(autouse=True)
 def plan(monkeypatch):
     """Planning takes seconds; the tests of the plan call the real function."""
-    monkeypatch.setattr(jobs, "plan_notes", lambda *_: ["Plan: it fits."])
+    monkeypatch.setattr(jobs, "plan_run", lambda *_: (["Plan: it fits."], None))
 
 
 def name_of(path: Path) -> str:
@@ -591,8 +591,8 @@ def test_chains_and_arrays_avoid_queues_with_fewer_jobs_per_user(capsys):
     assert "#PBS -q preemptable\n" in write(capsys, "sweep", *argv, "--", *SWEEP)
     two = write(capsys, *argv, "--chain", "--queue", "capacity")
     many = write(capsys, *argv, "--chain", "--queue", "preemptable")
-    assert "#     for _ in 2; do" in two
-    assert "#     for _ in 2 3 4; do" in many
+    assert " && for _ in {2..2}; do" in two
+    assert " && for _ in {2..4}; do" in many
 
 
 def test_aurora_frontier_and_perlmutter_scripts_have_required_directives(capsys):
@@ -640,6 +640,8 @@ def test_a_requeued_job_is_signalled_and_appends_to_its_log(capsys):
         (["--site", "polaris", "--nodes", "20", "--time", "24:00:00"], "No queue takes --nodes 20"),
         (["--site", "frontier", "--nodes", "80"], "batch (1-91 nodes, 2 h)"),
         (["--site", "aurora", "--nodes", "32"], "No queue takes --nodes 32 for 360 minutes."),
+        (["--site", "polaris", "--nodes", "16"], "; give --time 3:00:00 with --chain, or change"),
+        (["--site", "frontier", "--nodes", "80"], "; give --time 2:00:00 with --requeue, or"),
         (
             ["--site", "polaris", "--chain", "--time", "60", "--queue", "debug-scaling"],
             "--queue debug-scaling does not take 2 jobs at once with --nodes 1 for 60 minutes.",

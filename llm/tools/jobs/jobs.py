@@ -18,11 +18,12 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
 from llm.tools.jobs.detection import detect_site
+from llm.tools.jobs.job_chain import describe_chain, make_job_chain
 from llm.tools.jobs.job_ranks import check_ranks, check_schedule
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
-from llm.tools.jobs.planned_memory import plan_notes
+from llm.tools.jobs.planned_memory import plan_run
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
@@ -268,6 +269,14 @@ def job_script(
     arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
     *_, config = [_check_run(job, site, arguments) for arguments in arguments_of_runs]
 
+    plan: list[str] = []
+    hours = None
+    if site.device is not None and not job.skip_plan:
+        plan, hours = plan_run(job, site.device, arguments_of_runs[0], len(member_arguments))
+    job_chain = None
+    if job.chain:
+        assert config.exit_after is not None  # --chain is refused for a shorter time
+        job_chain = make_job_chain(job, site, hours=hours, minutes=config.exit_after)
     text = load_template(f"{job.scheduler}.sh").render(
         job=job,
         site=site,
@@ -278,21 +287,20 @@ def job_script(
         has_whole_nodes=job.nodes > 1
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
-        chain_jobs=min([4, *(row.max_jobs for row in site.queues if row.name == job.queue)]),
+        chain=job_chain,
         trainer=_option_rows(all_arguments),
         made_by=shell_line(without_output(command)),
     )
-    plan: list[str] = []
-    if site.device is not None and not job.skip_plan:
-        plan = plan_notes(job, site.device, arguments_of_runs[0], len(member_arguments))
     notes = describe_script(
-        job,
+        job if job_chain is None else replace(job, output=None),  # without `Submit it`
         site,
         config,
         trainer_arguments=trainer_arguments,
         added_arguments=added_arguments,
         plan=plan,
     )
+    if job_chain is not None:
+        notes += describe_chain(job_chain, job)
     return text, notes
 
 
@@ -304,15 +312,17 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
     """
     site = find_site(options.site)
     minutes = read_minutes(options.time)
-    _check_scheduler(
-        replace(options, scheduler=options.scheduler or site.schedulers[0]),
-        site,
-        is_array=num_members > 0,
-    )
+    scheduler = options.scheduler or site.schedulers[0]
+    _check_scheduler(replace(options, scheduler=scheduler), site, is_array=num_members > 0)
     num_nodes = options.nodes + options.spare_nodes
     num_jobs = 2 if options.chain else max(1, num_members)
     queue = choose_queue(
-        site, queue_name=options.queue, nodes=num_nodes, minutes=minutes, jobs=num_jobs
+        site,
+        queue_name=options.queue,
+        nodes=num_nodes,
+        minutes=minutes,
+        jobs=num_jobs,
+        continue_flag=None if num_members else "--chain" if scheduler == "pbs" else "--requeue",
     )
     site = site.for_queue(queue)
     job = replace(_fill_in_site(options, site), queue=queue)

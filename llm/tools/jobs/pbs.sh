@@ -7,18 +7,17 @@
 {% if members %}
 # This is an array with a job for each member of a sweep.
 {% endif %}
-{% if job.chain %}
+{% if chain %}
 # Before the time limit, the run saves a checkpoint and ends. The next job resumes it. Submit a chain
 # of jobs. Each job starts only if the previous one has not finished the training:
 #
-#     JOB=$(qsub "$SCRIPT")
-#     for _ in {{ range(2, chain_jobs + 1) | join(" ") }}; do JOB=$(qsub -W depend=afternotok:"$JOB" "$SCRIPT"); done
+#     {{ chain.command }}
 {% else %}
 {% if exit_after is not none %}
 # Before the time limit, the run saves a checkpoint and ends, also if it has not finished.
 {% endif %}
 # Submit this script with qsub. Submit it again, and the run resumes from its newest checkpoint. In
-# an interactive session:
+# an interactive session{{ ", first make --exit_after below shorter than the session" if exit_after is not none and exit_after >= 60 }}:
 #
 #     qsub -I -A ALLOCATION -q debug -l select=1:{{ node }} -l walltime=1:00:00{{ " -l filesystems=" ~ site.filesystems if site.filesystems }}
 #     bash {{ "-l " if site.has_modules }}SCRIPT

@@ -24,10 +24,10 @@ def plan_command(job: JobOptions, device: str | None, arguments: Sequence[str]) 
     return [*command, *arguments]
 
 
-def plan_notes(
+def plan_run(
     job: JobOptions, device: str, arguments: Sequence[str], num_members: int
-) -> list[str]:
-    """Plan the run of a job; return sentences about its memory and time.
+) -> tuple[list[str], float | None]:
+    """Plan the run of a job.
 
     Models on the Hub are planned only if they are in the cache, because a login node may have no
     network.
@@ -37,6 +37,9 @@ def plan_notes(
         device: Device of each rank by its name in `llm-trainers plan`.
         arguments: Arguments of the trainer.
         num_members: Members of an array; 0 for a single job.
+
+    Returns:
+        Sentences about memory and time, and the hours of the whole run if they are known.
 
     Raises:
         ConfigError: The run does not fit the device's memory.
@@ -49,10 +52,11 @@ def plan_notes(
     try:
         lines, fits, hours = summarize_plan(command[2:])
     except ConfigError as error:
-        return [
+        note = (
             f"Memory and time have not been planned: {error} Later, plan them by: "
             f"{shell_line(command)}"
-        ]
+        )
+        return [note], None
     finally:
         if not is_mode_set:
             del os.environ["HF_HUB_OFFLINE"]
@@ -69,4 +73,4 @@ def plan_notes(
             f"The plan of {hours:,.1f} hours is longer than --time {job.time}: {remedy}, or choose "
             "a longer --time."
         )
-    return notes
+    return notes, hours

@@ -328,7 +328,13 @@ def find_site(name: str) -> Site:
 
 
 def choose_queue(
-    site: Site, *, queue_name: str | None, nodes: int, minutes: int, jobs: int = 1
+    site: Site,
+    *,
+    queue_name: str | None,
+    nodes: int,
+    minutes: int,
+    jobs: int = 1,
+    continue_flag: Literal["--chain", "--requeue"] | None = None,
 ) -> str:
     """Return the queue that you name, or the site's first one that accepts jobs of this size.
 
@@ -338,6 +344,7 @@ def choose_queue(
         nodes: Nodes of each job.
         minutes: Time limit of each job.
         jobs: Number of jobs that are queued at once: members of an array, or 2 for a chain.
+        continue_flag: The option that continues a job in a later one, if there is one.
 
     Raises:
         ConfigError: No queue, or not the named one, accepts the job.
@@ -352,9 +359,20 @@ def choose_queue(
     offers = ", ".join(f"{queue.name} ({queue.limits})" for queue in queues)
     verb = "No queue takes" if queue_name is None else f"{flag} {queue_name} does not take"
     subject = f"{jobs} jobs at once with " if jobs > 1 else ""
+    num_jobs = 2 if continue_flag == "--chain" else jobs
+    hours = [
+        queue.hours for queue in queues if queue.accepts(nodes=nodes, minutes=0, jobs=num_jobs)
+    ]
+    remedy = f"change --nodes, --time or {flag}"
+    if hours:
+        longest = int(60 * max(hours))
+        with_flag = f" with {continue_flag}" if continue_flag else ""
+        remedy = (
+            f"give --time {longest // 60}:{longest % 60:02}:00{with_flag}, or change --nodes or "
+            f"{flag}"
+        )
     raise ConfigError(
-        f"{verb} {subject}--nodes {nodes} for {minutes} minutes. There are {offers}; "
-        f"change --nodes, --time or {flag}."
+        f"{verb} {subject}--nodes {nodes} for {minutes} minutes. There are {offers}; {remedy}."
     )
 
 

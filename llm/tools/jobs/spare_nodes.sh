@@ -6,6 +6,10 @@ BAD_NODES=$RUN/bad_nodes.txt  # short names, one on each line; remove those that
 NODEFILE=$(realpath -m -- "$RUN/nodes-{{ "$SLURM_JOB_ID" if job.scheduler == "slurm" else "${PBS_JOBID:-none}" }}.txt")
 pass_preflight() {  # sets HOSTS, and writes them to NODEFILE
     local host num_bad code
+    if ((${#ALL_HOSTS[@]} < NNODES)); then
+        echo "The job has ${#ALL_HOSTS[@]} of the $NNODES nodes that this script needs. For fewer nodes, write another script by llm-trainers jobs with --nodes." >&2
+        exit 2
+    fi
     mkdir -p -- "$RUN"
     touch -- "$BAD_NODES"
     while true; do
