@@ -156,8 +156,7 @@ else
 {% if site.pals %}
         --cpu-bind none
 {% endif %}
-        bash -c 'NODE=${PALS_RANKID:-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}}
-            exec torchrun ${NODE:+"--rdzv_conf=is_host=$((NODE == 0))"} "$@"' torchrun
+        bash -c 'NODE=${PALS_RANKID:-${PMI_RANK:-$OMPI_COMM_WORLD_RANK}}; exec torchrun ${NODE:+"--rdzv_conf=is_host=$((NODE == 0))"} "$@"' torchrun
         --nnodes="$NNODES" --nproc_per_node="$GPUS" --max_restarts=0{{ ' "${NUMA[@]}"' if site.numa }}
         --rdzv_id="$JOB" --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT"
     )
