@@ -8,6 +8,7 @@ import pytest
 
 from llm.tools.jobs import jobs
 from llm.tools.jobs.jobs import main
+from tests.support.token_files import write_pair
 
 TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a.txt", "--output_dir", "runs/a"]
 PREPARE = ["--input", "a.jsonl", "--tokenizer_name", "gpt2", "--output_prefix", "data/web"]
@@ -84,6 +85,20 @@ def test_inputs_on_the_hub_are_named_with_the_command_that_fetches_them(
     (tmp_path / "gpt2").mkdir()
     _, said = write(capsys, "prepare", "slurm", trainer=PREPARE)
     assert "from the Hub" not in said
+
+
+def test_more_epochs_of_the_token_files_than_a_run_allows_are_refused(tmp_path, capsys):
+    web = str(write_pair(tmp_path / "web", [[1] * 6401]))  # 100 samples of 64 tokens
+    trainer = ["--model_name_or_path", "gpt2", "--block_size", "64", "--output_dir", "runs/a"]
+    trainer += ["--split", "1,0,0", "--max_epochs", "4", "--max_duration"]
+    write(capsys, "slurm", trainer=[*trainer, "25600 tokens", "--data_path", web])
+    write(capsys, "slurm", trainer=[*trainer, "22B tokens", "--data_path", str(tmp_path / "no")])
+    for argv in (["slurm"], ["--site", "perlmutter"]):
+        error = refuse(capsys, *argv, trainer=[*trainer, "22B tokens", "--data_path", web])
+        assert error.startswith(
+            "error: --max_epochs is 4 for the source web, which has 100 samples"
+        )
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("program", [[], ["prepare"]], ids=["a run", "a preparation"])

@@ -566,6 +566,16 @@ def test_the_epochs_of_token_files_are_planned_with_the_trainers_warning(tmp_pat
     assert "The run takes 5.0 epochs of the source code, and" in capsys.readouterr().out
 
 
+def test_a_run_of_more_epochs_than_it_allows_is_refused_as_by_the_trainer(tmp_path, capsys):
+    web = str(write_pair(tmp_path / "web", [[1] * 6401]))
+    words = [*WORDS, "--memory_gib", "64", "--data_path", web, "--split", "1,0,0", "--max_epochs"]
+    assert main([*words, "4", "--max_duration", "400 samples"]) == 0
+    assert main([*words, "4", "--max_duration", "416 samples"]) == 2
+    error = capsys.readouterr().err
+    assert "--max_epochs is 4 for the source web, which has 100 samples, and the run " in error
+    assert "would take 416 (4.16 epochs); give it less weight or more text" in error
+
+
 def test_a_length_in_epochs_is_planned_from_the_token_files_that_are_here(tmp_path, capsys):
     words = [*WORDS, "--memory_gib", "64", "--max_duration", "2 epochs", "--train_data_path"]
     assert main([*words, str(write_pair(tmp_path / "web", [[1] * 6401]))]) == 0

@@ -1,4 +1,4 @@
-"""Checks layout, batch and schedule of a run on the ranks of a job, before the job is queued."""
+"""Checks layout, batch, schedule and epochs of a run on the ranks of a job, before it is queued."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ from llm.config.duration import Duration
 from llm.data.batch_plan import plan_batches
 from llm.optim.schedule import make_schedule
 from llm.parallel.dims import make_parallel_dims
+from llm.tools.plan.planned_data import open_planned_data
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import choose_layout, make_extensions
 
@@ -55,3 +56,33 @@ def check_schedule(config: CoreConfig) -> None:
             warmup_steps=config.warmup.value,
             decay_steps=None if config.decay is None else config.decay.value,
         )
+
+
+def check_epochs(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
+    """Refuse a run that takes more epochs than `max_epochs`, if its token files are here.
+
+    Without `block_size`, or with a length per parameter, the number of samples depends on the
+    model.
+
+    Args:
+        config: The options of the trainer.
+        nodes: Number of nodes.
+        ranks_per_node: Number of ranks on each of them.
+
+    Raises:
+        ConfigError: A source is used up before the end; the message is the trainer's.
+    """
+    block_size = config.block_size
+    if block_size is None or config.max_duration.unit == "tokens per parameter":
+        return
+    if not config.max_epochs or config.branch_from is not None:
+        return
+    data = open_planned_data(config, block_size=block_size)
+    if data is not None:
+        plan = plan_batches(
+            config,
+            num_windows=data.num_windows,
+            world_size=make_parallel_dims(config, nodes * ranks_per_node).data_ranks,
+            block_size=block_size,
+        )
+        data.refuse_excess_epochs(plan.total_samples)

@@ -19,7 +19,7 @@ from llm.errors import ConfigError
 from llm.runtime.logging import counted
 from llm.tools.jobs.detection import detect_site
 from llm.tools.jobs.job_chain import describe_chain, make_job_chain
-from llm.tools.jobs.job_ranks import check_ranks, check_schedule
+from llm.tools.jobs.job_ranks import check_epochs, check_ranks, check_schedule
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.output_dir import print_output_dir
@@ -345,6 +345,7 @@ def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreCon
         raise ConfigError("--output_dir is missing among the trainer's options.")
     check_ranks(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
     check_schedule(config)
+    check_epochs(config, nodes=job.nodes, ranks_per_node=job.gpus_per_node)
     if site.device is not None and (problems := find_float8_problems(config, site.device)):
         raise ConfigError(" ".join(problems))
     return config

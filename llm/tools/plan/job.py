@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -214,6 +215,11 @@ class Job:
         if options.num_tokens is None and is_known:
             return float(self._plan_batches(dims).total_samples * self.length)
         return options.num_tokens
+
+    def count_samples(self, dims: ParallelDims) -> int | None:
+        """Return the number of samples of the whole run; None if it is unknown."""
+        budget = self.token_budget(dims)
+        return None if budget is None else math.ceil(budget / self.length)
 
     def param_counts(self, tensor: int) -> ParamCounts:
         """Return the parameters on one rank of this size of tensor parallelism."""

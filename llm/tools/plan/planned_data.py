@@ -1,12 +1,12 @@
-"""The token files of a planned run, for its length in epochs."""
+"""The token files of a planned run, for its length and its limits in epochs."""
 
 from llm.config.duration import Duration
 from llm.data.corpus import Corpus, Samples
-from llm.data.epoch_limits import count_epochs, describe_repeated_data
+from llm.data.epoch_limits import count_epochs, describe_repeated_data, refuse_excess_epochs
 from llm.data.open_corpus import open_planned_corpus
 from llm.data.skipped_samples import NO_SKIPPED_SAMPLES, parse_skipped_ranges
 from llm.errors import DataError
-from llm.tools.plan.options import PlanOptions
+from llm.trainers.gpt.config import CoreConfig
 
 
 class PlannedData:
@@ -25,9 +25,10 @@ class PlannedData:
         DataError: A source is too short for one sample.
     """
 
-    def __init__(self, options: PlanOptions, corpus: Corpus, *, block_size: int) -> None:
+    def __init__(self, options: CoreConfig, corpus: Corpus, *, block_size: int) -> None:
         self._options = options
         self._sources = corpus.train
+        self._skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(options.skip_samples))
         self._samples = Samples(corpus.train, stages=corpus.stages, block_size=block_size, seed=0)
         self.num_windows = self._samples.num_windows
 
@@ -38,26 +39,38 @@ class PlannedData:
             source.name: float(number) for source, number in zip(self._sources, epochs, strict=True)
         }
 
-    def describe_repetition(self, num_samples: int) -> str | None:
-        """Return the trainer's warning about a run that repeats its data; None without one."""
-        duration = self._options.max_duration
-        if self._options.num_tokens is not None:
-            duration = Duration(f"{num_samples} samples")
+    def refuse_excess_epochs(self, num_samples: int) -> None:
+        """Refuse a run of a number of samples as the trainer does.
+
+        Raises:
+            ConfigError: A source is used up before the end, or `max_epochs` names an unknown one.
+        """
+        _, num_used_samples = self._skipped.sample_range((0, num_samples))
+        refuse_excess_epochs(
+            self._options, self._sources, self._samples, num_samples=num_used_samples
+        )
+
+    def describe_repetition(self, num_samples: int, *, max_duration: Duration) -> str | None:
+        """Return the trainer's warning about a run that repeats its data; None without one.
+
+        Args:
+            num_samples: Samples of the run.
+            max_duration: Its length as the user states it.
+        """
         return describe_repeated_data(
             self._options,
             self._sources,
             self._samples,
             self._count_samples(num_samples),
-            max_duration=duration,
+            max_duration=max_duration,
         )
 
     def _count_samples(self, num_samples: int) -> list[int]:
         """Return how many samples of a run come from each source."""
-        skipped = NO_SKIPPED_SAMPLES.skip(parse_skipped_ranges(self._options.skip_samples))
-        return skipped.samples_per_source(self._samples.samples_per_source, num_samples)
+        return self._skipped.samples_per_source(self._samples.samples_per_source, num_samples)
 
 
-def open_planned_data(options: PlanOptions, *, block_size: int) -> PlannedData | None:
+def open_planned_data(options: CoreConfig, *, block_size: int) -> PlannedData | None:
     """Open the token files that the options name; None if they name text.
 
     A run can be planned on a machine without its data, so files that cannot be opened count as

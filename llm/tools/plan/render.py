@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llm.config.duration import Duration
 from llm.config.options import non_default
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
@@ -284,24 +284,21 @@ def _format_run_time(job: Job, plan: Estimate) -> str:
 
 def _count_epochs(job: Job, plan: Estimate) -> dict[str, float]:
     """Return the epochs of each source of the data by name; empty if their size is unknown."""
-    num_samples = _count_samples(job, plan)
+    num_samples = job.count_samples(plan.dims)
     return {} if job.data is None or num_samples is None else job.data.count_epochs(num_samples)
-
-
-def _count_samples(job: Job, plan: Estimate) -> int | None:
-    """Return the samples of the whole run; None if they are unknown."""
-    budget = job.token_budget(plan.dims)
-    return None if budget is None else math.ceil(budget / job.length)
 
 
 def _format_epochs(job: Job, plan: Estimate) -> list[str]:
     """Return the line about the epochs of each source, and the trainer's warning about them."""
-    num_samples = _count_samples(job, plan)
+    num_samples = job.count_samples(plan.dims)
     if job.data is None or num_samples is None:
         return []
     epochs_by_source = job.data.count_epochs(num_samples)
     epochs = [f"{number:.4g} epochs of {name}" for name, number in epochs_by_source.items()]
-    warning = job.data.describe_repetition(num_samples)
+    max_duration = job.options.max_duration
+    if job.options.num_tokens is not None:
+        max_duration = Duration(f"{num_samples} samples")
+    warning = job.data.describe_repetition(num_samples, max_duration=max_duration)
     return [f"data: {', '.join(epochs)}", *([] if warning is None else [warning])]
 
 
