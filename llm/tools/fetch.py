@@ -132,7 +132,8 @@ def fetch_inputs(config: GPTConfig, folder: Path) -> GPTConfig:
     if not changes:
         raise ConfigError(
             "There is nothing to fetch: the options name nothing on the Hub. Give "
-            f"--model_name_or_path, --dataset_name, {_extension_flags()}or --eval_metrics, or a "
+            "--model_name_or_path, --config_name, --tokenizer_name, --dataset_name, "
+            f"{_extension_flags()}or --eval_metrics, or a "
             "--config with one of them."
         )
     return dataclasses.replace(config, **changes)

@@ -237,7 +237,7 @@ def test_names_that_cannot_be_fetched_are_refused_in_one_sentence(hub, tmp_path)
         "--tasks ai2_arc": "ai2_arc is a group of tasks; name its tasks one by one",
         "--tasks absent.yaml": "--eval_tasks me/absent cannot be loaded from the Hugging Face Hub",
         "--tasks far.yaml": "reads https://a.example/b: download the file",
-        "--metrics accuracy": "There is nothing to fetch",
+        "--metrics accuracy": "Give --model_name_or_path, --config_name, --tokenizer_name, --dat",
         "--config": "--config expected one argument",
         "--config absent.toml": "absent.toml cannot be read",
     }

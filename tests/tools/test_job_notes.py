@@ -1,5 +1,6 @@
 """What `llm-trainers jobs` says about a script, and what its scripts refuse when they start."""
 
+import gzip
 import os
 import re
 import subprocess
@@ -85,6 +86,44 @@ def test_inputs_on_the_hub_are_named_with_the_command_that_fetches_them(
     (tmp_path / "gpt2").mkdir()
     _, said = write(capsys, "prepare", "slurm", trainer=PREPARE)
     assert "from the Hub" not in said
+
+
+def test_a_name_that_the_hub_cannot_have_is_a_missing_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = "offline/models/EleutherAI/gpt-neox-20b"
+    prepare = ["--input", "a.jsonl", "--tokenizer_name", path, "--output_prefix", "data/web"]
+    _, said = write(capsys, "prepare", "slurm", trainer=prepare)
+    assert f"--tokenizer_name {path} is not on this machine; the job needs it.\n" in said
+    assert "from the Hub" not in said
+    _, said = write(capsys, "slurm", trainer=[*TRAINER, "--tokenizer_name", path])
+    assert "first run llm-trainers fetch offline --model_name_or_path gpt2 and give" in said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
+def test_a_preparation_without_its_text_column_is_refused(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "body,n\nA text,1\n" if name == "a.csv" else '{"body": "A text", "n": 1}\n'
+    with (gzip.open if name.endswith(".gz") else open)(name, "wt") as file:
+        file.write(text)
+    prepare = [*PREPARE, "--input", "absent.jsonl", name, "--text_column"]
+    argv = ["prepare", "slurm", "--output", "job.sh"]
+    error = refuse(capsys, *argv, trainer=[*prepare, "bodi"])
+    sentence = "a.csv has no column 'bodi'; choose one with --text_column from: body, n."
+    if name != "a.csv":
+        sentence = f"{name}, line 1: the record has no key 'bodi', only 'body', 'n'; mend the line"
+    assert error.startswith(f"error: {sentence}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "job.sh").exists()
+    write(capsys, *argv, trainer=[*prepare, "body"])
+
+
+def test_what_a_configuration_has_is_not_announced_as_added(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text("resume_from_checkpoint = true\n")
+    script, said = write(
+        capsys, "slurm", trainer=["--config", str(tmp_path / "run.toml"), *TRAINER]
+    )
+    assert "--resume_from_checkpoint\n" in script
+    assert "Added" not in said
 
 
 def test_more_epochs_of_the_token_files_than_a_run_allows_are_refused(tmp_path, capsys):

@@ -164,6 +164,8 @@ def test_a_file_of_yours_describes_a_site(tmp_path, capsys):
     assert "module load mine\n" in short
     assert "The job goes to the partition idle (1 or more nodes, 48 h).\n" in said
     assert "A job in idle can be ended at any time" in said
+    assert "on this site yet" not in said
+    assert "settings are of" not in said
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_a_run_that_cannot_be_planned_here_gets_its_script_and_the_command(capsy
 
 def test_a_preparation_names_the_inputs_that_are_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "gpt2").mkdir()
     options = ["--tokenizer_name", "gpt2", "--output_prefix", "data/web", "--input", "a.jsonl"]
     argv = ["prepare", "slurm", "--account", "me", "--partition", "cpu"]

@@ -263,7 +263,8 @@ def job_script(
         # to start and to save its last checkpoint.
         exit_after = minutes - max(15, minutes // 20)
     first_arguments = [*trainer_arguments, *(member_arguments[0] if member_arguments else ())]
-    sets_end = parse_args(first_arguments).exit_after is not None
+    first_config = parse_args(first_arguments)
+    sets_end = first_config.exit_after is not None
     added_arguments = _resume_arguments(trainer_arguments, None if sets_end else exit_after)
     all_arguments = [*trainer_arguments, *added_arguments]
     arguments_of_runs = [[*all_arguments, *arguments] for arguments in member_arguments or [()]]
@@ -296,7 +297,11 @@ def job_script(
         site,
         config,
         trainer_arguments=trainer_arguments,
-        added_arguments=added_arguments,
+        added_arguments=[
+            word
+            for word in added_arguments
+            if word != "--resume_from_checkpoint" or not first_config.resume_from_checkpoint
+        ],
         plan=plan,
     )
     if job_chain is not None:

@@ -49,7 +49,7 @@ def describe_script(
         site: Its site, with the nodes of the job's queue.
         config: The options of its trainer.
         trainer_arguments: The same options as the user's arguments.
-        added_arguments: The arguments of the trainer that this program adds.
+        added_arguments: The arguments that this program adds to what the user has set.
         plan: Sentences about memory and time; empty if they have not been planned.
     """
     lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
@@ -123,18 +123,18 @@ def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
     queue_names = dict.fromkeys(queue.name for queue in site.queues)
     if queue_names and job.queue not in queue_names:
         notes.append(
-            f"The table of {job.site}, of {site.date or 'an unknown date'}, has no "
+            f"The table of {job.site}{f', of {site.date},' if site.date else ''} has no "
             f"{queue_flag(site, job.scheduler)} {job.queue}, so its limits have not been checked. "
             f"It has {', '.join(queue_names)}."
         )
     if site.is_preemptable(job.queue or ""):
         notes.append(f"A job in {job.queue} can be ended at any time: save often.")
-    if site.queues:
+    if site.queues and site.date:  # a file of the user's has no date
         ran = f"On this site, llm-trainers was run by {site.ran}."
         if site.ran == NOBODY:
             ran = "Nobody has run llm-trainers on this site yet."
         notes.append(
-            f"{ran} Its settings are of {site.date or 'an unknown date'}: "
+            f"{ran} Its settings are of {site.date}: "
             f"llm-trainers jobs --list_sites --site {job.site}"
         )
     return notes
@@ -145,8 +145,8 @@ def input_notes(config: Any) -> list[str]:
     notes = [
         f"--{name} {path} is not on this machine; the job needs it."
         for name, path in path_options(config)
-        if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and path.startswith((".", "/")))
-        if not _exists_here(path)
+        if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and _is_path(path))
+        if not exists_here(path)
     ]
     hub_inputs = _inputs_on_hub(config)
     if hub_inputs:
@@ -168,9 +168,14 @@ def _inputs_on_hub(config: Any) -> list[str]:
             f"--{field.name} {name}"
             for name in (value if field.is_list else [value])
             if name not in (None, "accuracy")  # a metric of the trainer
-            if not name.startswith((".", "/")) and not Path(name).exists()
+            if not _is_path(name) and not Path(name).exists()
         ]
     return flags
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name cannot be on the Hub, where names are `NAME` or `OWNER/NAME`."""
+    return name.startswith((".", "/")) or name.count("/") > 1
 
 
 def _fetch_command(config: Any) -> list[str]:
@@ -178,7 +183,7 @@ def _fetch_command(config: Any) -> list[str]:
     command = ["llm-trainers", "fetch", "offline"]
     for field in fields(FetchOptions):
         value = getattr(config, field.name, field.default)
-        if value == field.default:
+        if value == field.default or (isinstance(value, str) and _is_path(value)):
             continue
         if field.is_switch:
             command.append(f"--{field.name}")
@@ -209,7 +214,7 @@ def environment_notes(job: SchedulerOptions) -> list[str]:
     return notes
 
 
-def _exists_here(path: str) -> bool:
+def exists_here(path: str) -> bool:
     """Return whether a file, a pattern, or the prefix of token files or parts exists."""
     if glob(path, recursive=True) or Path(f"{path}.bin").exists():
         return True

@@ -7,12 +7,15 @@ when the script is written.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from llm.config.command_line import parse_options
 from llm.config.shell import shell_line
+from llm.data.text_identity import kind_of
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig, check_prepare_config
-from llm.tools.jobs.notes import describe_preparation
+from llm.prepare.text.sources import find_text_sources
+from llm.tools.jobs.notes import describe_preparation, exists_here
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
     check_job,
@@ -36,11 +39,13 @@ def write_preparation_job(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: An option does not fit the others, or `llm-trainers prepare` refuses its own.
+        DataError: `llm-trainers prepare` refuses the first text that is here.
     """
     command, prepare_arguments = split_arguments(argv)
     options = _parse_options(command)
     config = _parse_prepare_options(prepare_arguments)
     _check_one_rank_per_node(config, num_nodes=options.nodes)
+    _check_first_text(config)
     job, site = _place_job(options)
     text = load_template(f"prepare_{job.scheduler}.sh").render(
         job=job,
@@ -80,6 +85,26 @@ def _parse_prepare_options(arguments: Sequence[str]) -> PrepareConfig:
     config = parse_options(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
     check_prepare_config(config)
     return config
+
+
+def _check_first_text(config: PrepareConfig) -> None:
+    """Refuse a first text that is here but has no such column, or unusable records.
+
+    The first few MiB of the first file are read. JSON files may be arrays, which are read as a
+    whole, so they are left out, as are files without columns.
+
+    Raises:
+        DataError: They cannot be read; the message is `llm-trainers prepare`'s.
+    """
+    if config.on_error == "skip":
+        return
+    for name in filter(exists_here, config.input):
+        for source in find_text_sources(
+            [name], text_column=config.text_column, text_unit=config.text_unit
+        ):
+            if kind_of(Path(source.name)) not in (".json", ".txt"):
+                next(source.batches(), None)
+                return
 
 
 def _place_job(options: PreparationJobOptions) -> tuple[PreparationJobOptions, Site]:
