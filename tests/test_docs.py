@@ -16,6 +16,7 @@ import pytest
 from benchmarks.speed_bars import FOREGROUNDS, draw, read_sections
 from llm.__main__ import PROGRAMS, main
 from llm.config.command_line import parse_options
+from llm.config.options import fields
 from llm.prepare.options import PrepareConfig, check_prepare_config
 from llm.prepare.train_tokenizer import TrainTokenizerOptions, check_options
 from llm.runtime.health import EXIT_PEER_LOST
@@ -26,7 +27,7 @@ from llm.tools.fetch import FetchOptions
 from llm.tools.generate import GenerateOptions
 from llm.tools.inspect import InspectOptions
 from llm.tools.jobs.jobs import main as write_job
-from llm.tools.jobs.options import JobOptions
+from llm.tools.jobs.options import JobOptions, PreparationJobOptions
 from llm.tools.plan.options import PlanOptions
 from llm.tools.preflight import PreflightOptions
 from llm.tools.report.report import ReportOptions
@@ -177,6 +178,14 @@ def test_the_page_of_the_command_lines_names_and_shows_every_program():
     shown = {program for program, _ in commands_of(page)}
     assert sorted(listed) == sorted(PROGRAMS)
     assert shown == PROGRAMS.keys() - {"quickstart"}
+
+
+def test_the_options_of_jobs_end_with_those_of_jobs_prepare():
+    page = read(ROOT / "docs/programs.md")
+    [listed] = re.findall(r"<!--options-of-jobs-->(.*?)<!--end-of-options-->", page, re.DOTALL)
+    names = re.findall(r"^- \*\*`(\w+)`", listed, re.MULTILINE)
+    prepare_names = {field.name for field in fields(PreparationJobOptions)}
+    assert {"name", *names[names.index("scheduler") :]} == prepare_names
 
 
 def test_pages_and_messages_start_programs_by_the_command():

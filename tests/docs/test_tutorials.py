@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llm.config.options import fields
 from llm.tools.jobs.jobs import main as jobs
+from llm.tools.plan.options import PlanOptions
 from llm.tools.plan.plan import main as plan
 from tests.support.package import ROOT
 from tests.support.programs import run_program
@@ -126,6 +128,13 @@ def test_figures_in_the_text_of_the_llama_are_of_its_plans(
         for pattern, text in ((of_plan, capsys.readouterr().out), (of_page, page))
     )
     assert printed == pytest.approx(shown, rel=0.05)
+
+
+def test_the_page_of_the_llama_names_the_devices_of_the_plan():
+    page = (ROOT / "docs/tutorials/llama-1b.md").read_text(encoding="utf-8")
+    sentence = re.search(r"`--device` is ([^.]*)\.", page)[1]
+    [device] = (field for field in fields(PlanOptions) if field.name == "device")
+    assert sorted(re.findall(r"`(.+?)`", sentence)) == sorted(device.choices)
 
 
 def test_the_plan_of_the_llama_of_8b_is_the_one_on_its_page(capsys):
