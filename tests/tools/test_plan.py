@@ -574,6 +574,8 @@ def test_a_run_of_more_epochs_than_it_allows_is_refused_as_by_the_trainer(tmp_pa
     error = capsys.readouterr().err
     assert "--max_epochs is 4 for the source web, which has 100 samples, and the run " in error
     assert "would take 416 (4.16 epochs); give it less weight or more text" in error
+    branch = ["--branch_from", str(tmp_path), "--output_dir", str(tmp_path / "branch")]
+    assert main([*words, "4", "--max_duration", "416 samples", *branch]) == 0
 
 
 def test_a_length_in_epochs_is_planned_from_the_token_files_that_are_here(tmp_path, capsys):

@@ -62,7 +62,7 @@ def check_epochs(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None
     """Refuse a run that takes more epochs than `max_epochs`, if its token files are here.
 
     Without `block_size`, or with a length per parameter, the number of samples depends on the
-    model.
+    model, and a cooldown may end a branch earlier; such runs are not checked.
 
     Args:
         config: The options of the trainer.

@@ -92,7 +92,8 @@ def _make_plan(
         raise ConfigError("No layout can divide this batch and these layers over these devices.")
     plan = ranking[0] if ranking else estimate(job, job.dims)
     num_samples = job.count_samples(plan.dims)
-    if job.data is not None and num_samples is not None:
+    # A cooldown may end a branch earlier.
+    if job.data is not None and num_samples is not None and options.branch_from is None:
         job.data.refuse_excess_epochs(num_samples)
     remedy = None if plan.fits else find_remedy(job, ranking)
     return job, ranking, plan, remedy
