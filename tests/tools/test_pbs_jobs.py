@@ -138,3 +138,11 @@ def test_a_script_ends_in_an_interactive_session_or_says_it_must(time, is_shorte
     text = write(tmp_path, *PBS, "--time", time).read_text()
     assert "-l walltime=1:00:00" in text
     assert ("first make --exit_after below shorter than the session" in text) != is_shorter
+
+
+def test_a_staging_folder_is_expected_on_the_nodes_alone(tmp_path, capsys):
+    staging = ["--stage_checkpoints", "/no/scratch", "--checkpointing_minutes", "10"]
+    assert main([*PBS, "--output", str(tmp_path / "job.pbs"), "--", *TRAINER, *staging]) == 0
+    said = capsys.readouterr().err
+    assert "--stage_checkpoints /no/scratch must exist on the nodes.\n" in said
+    assert "/no/scratch is not on this machine" not in said

@@ -295,7 +295,7 @@ def job_script(
     notes = describe_script(
         job if job_chain is None else replace(job, output=None),  # without `Submit it`
         site,
-        config,
+        replace(config, stage_checkpoints=None),  # a folder of the nodes, not of this machine
         trainer_arguments=trainer_arguments,
         added_arguments=[
             word
@@ -304,6 +304,8 @@ def job_script(
         ],
         plan=plan,
     )
+    if config.stage_checkpoints is not None:
+        notes.insert(0, f"--stage_checkpoints {config.stage_checkpoints} must exist on the nodes.")
     if job_chain is not None:
         notes += describe_chain(job_chain, job)
     return text, notes
