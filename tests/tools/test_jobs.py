@@ -476,7 +476,7 @@ def test_a_polaris_script_has_the_required_directives(capsys):
     ):
         assert f"\n#PBS {line}\n" in script
     assert "module use /soft/modulefiles\nmodule load conda\nconda activate base\n" in script
-    assert "--ppn 1\n        --cpu-bind none\n        torchrun" in script
+    assert "--ppn 1\n        --cpu-bind none\n        bash -c" in script
 
 
 @pytest.mark.parametrize(
