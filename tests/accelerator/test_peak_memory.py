@@ -82,6 +82,7 @@ def test_evaluating_and_saving_take_no_more_memory_than_a_step(name):
     assert notes["save"].peak < planned(name)
 
 
+@pytest.mark.extended
 def test_a_step_after_a_save_takes_no_more_memory_than_one_before_it():
     # Gossip makes the mean of the weights to save it.
     case = Case(4, {**MODEL, "data_parallel": "gossip"}, family=None, shape=(SAMPLES, LENGTH))

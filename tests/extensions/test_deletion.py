@@ -166,6 +166,7 @@ def test_an_extension_of_one_file_counts_saves_and_resumes(bench, server, tmp_pa
     assert "has no count of updates: it begins here" in output
 
 
+@pytest.mark.extended
 def test_the_example_of_the_page_is_the_extension_that_is_tested():
     source = (Path(__file__).parent / "counter.py").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")

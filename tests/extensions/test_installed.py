@@ -382,6 +382,7 @@ def test_two_extensions_with_one_class_of_options_are_refused(tmp_path, monkeypa
         load(tmp_path, monkeypatch, package_of_one_option("llm-a", "other_number"), again)
 
 
+@pytest.mark.extended
 def test_without_packages_the_metadata_of_libraries_are_not_imported():
     code = (
         "import sys, llm.trainers.gpt.extensions as e\n"

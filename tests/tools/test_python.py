@@ -143,6 +143,7 @@ def test_refusals_are_the_sentences_of_the_command(options):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.extended
 def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
     with pytest.raises(ProgramError, match=r"^There is no token file .*nowhere") as caught:
         llm.train(**options_of(bench, "x", train_file=None, data_path=bench.folder / "nowhere"))

@@ -56,6 +56,7 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("auto"), **NO_DROPOUT)
 
 
+@pytest.mark.extended
 def test_ranks_agree_on_what_fits_on_all_and_a_resume_keeps_it(bench):
     """One sample takes 1 GiB above the first one: 7 fit on rank 1, and 6 divide the batch."""
     faults = memory(2, 7, usable=8)

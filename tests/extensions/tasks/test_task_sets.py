@@ -142,6 +142,7 @@ def trained(bench, sets) -> Run:
     return bench.train_well("trained", eval_tasks=[*sets.values()], **options)
 
 
+@pytest.mark.extended
 def test_the_number_of_a_set_is_that_of_lm_eval_on_the_export(trained, folder):
     expected = expected_results(trained.folder, folder)
     assert len(expected) == 8

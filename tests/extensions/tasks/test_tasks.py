@@ -155,6 +155,7 @@ def test_tasks_change_no_bit_of_the_training(bench, tasks, ranks):
     assert weights_hash(with_tasks.folder) == weights_hash(plain.folder)
 
 
+@pytest.mark.extended
 @needs_library
 def test_a_resumed_run_makes_up_for_the_tasks_of_its_stop(bench, tasks):
     options = {"max_train_steps": 4, "eval_tasks": tasks["cloze"], "checkpointing_steps": 2}
