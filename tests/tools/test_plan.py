@@ -24,7 +24,7 @@ from llm.tools.plan.batch_size import fit_batch_size
 from llm.tools.plan.estimate import Estimate, checkpoint_bytes, estimate, list_transfers, search
 from llm.tools.plan.job import DEVICES, Job
 from llm.tools.plan.memory import StagePlan, count_in_flight
-from llm.tools.plan.options import PlanOptions, check
+from llm.tools.plan.options import PlanOptions, check, find_float8_problems
 from llm.tools.plan.plan import main
 from llm.tools.plan.rank_model import (
     count_parameters,
@@ -683,7 +683,10 @@ def test_the_option_names_every_device_of_the_table():
 
 @pytest.mark.parametrize("device", ["h100-80gb", "h100-64gb", "h200-141gb", "gh200-96gb"])
 def test_float8_is_planned_for_the_devices_that_have_it(device):
-    check(PlanOptions(**{**SMALL, "device": device, "mixed_precision": "fp8"}))
+    options = PlanOptions(**{**SMALL, "device": device, "mixed_precision": "fp8"})
+    check(options)
+    assert find_float8_problems(options, device) == []
+    assert find_float8_problems(options, "a100-80gb") != []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
 from llm.tools.jobs.detection import detect_site
-from llm.tools.jobs.job_chain import describe_chain, make_job_chain
+from llm.tools.jobs.job_chain import make_job_chain
 from llm.tools.jobs.job_ranks import check_epochs, check_ranks, check_schedule
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
@@ -293,9 +293,9 @@ def job_script(
         made_by=shell_line(without_output(command)),
     )
     notes = describe_script(
-        job if job_chain is None else replace(job, output=None),  # without `Submit it`
+        job,
         site,
-        replace(config, stage_checkpoints=None),  # a folder of the nodes, not of this machine
+        config,
         trainer_arguments=trainer_arguments,
         added_arguments=[
             word
@@ -303,11 +303,8 @@ def job_script(
             if word != "--resume_from_checkpoint" or not first_config.resume_from_checkpoint
         ],
         plan=plan,
+        job_chain=job_chain,
     )
-    if config.stage_checkpoints is not None:
-        notes.insert(0, f"--stage_checkpoints {config.stage_checkpoints} must exist on the nodes.")
-    if job_chain is not None:
-        notes += describe_chain(job_chain, job)
     return text, notes
 
 

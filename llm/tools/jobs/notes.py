@@ -10,6 +10,7 @@ from llm.config.options import fields, path_options
 from llm.config.shell import shell_line
 from llm.prepare.options import PrepareConfig
 from llm.tools.fetch import FetchOptions
+from llm.tools.jobs.job_chain import JobChain, describe_chain
 from llm.tools.jobs.options import JobOptions, SchedulerOptions
 from llm.tools.jobs.planned_memory import plan_command
 from llm.tools.jobs.scripts import find_cache_folders, read_minutes
@@ -41,6 +42,7 @@ def describe_script(
     trainer_arguments: Sequence[str],
     added_arguments: Sequence[str],
     plan: Sequence[str],
+    job_chain: JobChain | None,
 ) -> list[str]:
     """Return sentences about the needs of a script, its site, its plan and the next step.
 
@@ -51,6 +53,7 @@ def describe_script(
         trainer_arguments: The same options as the user's arguments.
         added_arguments: The arguments that this program adds to what the user has set.
         plan: Sentences about memory and time; empty if they have not been planned.
+        job_chain: The chain of jobs; None for a single job.
     """
     lines = [f"Added: {' '.join(added_arguments)}."] if added_arguments else []
     if site.device is not None and job.gpus_per_node != site.gpus_per_node:
@@ -75,6 +78,8 @@ def describe_script(
             "Model, tokenizer, memory, time and disk have not been checked. To read the model and "
             f"predict the rest: {shell_line(command)}"
         )
+    if job_chain is not None:
+        return [*lines, *describe_chain(job_chain, job)]
     return [*lines, *submit_notes(job)]
 
 
@@ -142,8 +147,11 @@ def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
 
 def input_notes(config: Any) -> list[str]:
     """Return a sentence for each file that is missing here, and one about inputs on the Hub."""
+    # Checkpoints are staged in a folder of the nodes, which this machine need not have.
     notes = [
-        f"--{name} {path} is not on this machine; the job needs it."
+        f"--{name} {path} must exist on the nodes."
+        if name == "stage_checkpoints"
+        else f"--{name} {path} is not on this machine; the job needs it."
         for name, path in path_options(config)
         if name in _FILE_OPTIONS or (name not in _OUTPUT_OPTIONS and _is_path(path))
         if not exists_here(path)
