@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import llm
 from llm.errors import CheckpointError, LLMError, ProgramError
+from llm.tools.python.child_process import make_program_error
 from llm.tools.python.functions import to_arguments
 from llm.tools.python.live_curves import draw_curves, make_display
 from llm.tools.python.trained_run import Metrics
@@ -160,6 +161,19 @@ def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
         llm.Run(bench.folder / "x").model()
     assert llm.Run(bench.folder / "x").status is None
     assert llm.Run(bench.folder / "x").metrics == []
+
+
+def test_the_error_of_a_failed_rank_shows_its_lines_and_not_the_table_of_torchrun():
+    output = (
+        "step 1\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "E1128 23:27:13 .venv/torch/distributed/elastic/multiprocessing/api.py:1002] failed "
+        "(exitcode: -6) local_rank: 1 (pid: 7) of binary: python\n"
+        "Traceback (most recent call last):\n=====\n  exitcode  : -6 (pid: 7)\n"
+    )
+    shown = str(make_program_error("train", output, 1))
+    assert shown.startswith("llm-trainers train ended with exit code 1. Its last lines:\nstep 1\n")
+    assert shown.endswith("failed (exitcode: -6) local_rank: 1 (pid: 7) of binary: python")
+    assert "EnforceNotMet" in shown
 
 
 @pytest.mark.extended

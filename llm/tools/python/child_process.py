@@ -14,7 +14,9 @@ from llm.errors import ProgramError
 from llm.runtime.signals import CALLER_VARIABLE
 
 _EXIT_INTERRUPTED = 130
-_NUM_SHOWN_LINES = 5
+_NUM_SHOWN_LINES = 30
+_TORCHRUN_REPORT = re.compile(r"^.*\btorch[/.]distributed[/.]elastic\b.*$", flags=re.MULTILINE)
+"""A line of what torchrun writes about a process that has failed."""
 
 
 class ChildProcess:
@@ -138,6 +140,10 @@ def make_program_error(program: str, output: str, exit_code: int) -> ProgramErro
     sentence = re.search(r"^(?:\[rank \d+\] )?error: (.*)$", output, flags=re.MULTILINE)
     if sentence is not None:
         return ProgramError(sentence[1], exit_code=exit_code)
+    report = _TORCHRUN_REPORT.search(output)
+    if report is not None:
+        # The cause is in the lines of the process. Torchrun only adds the rank and the exit code.
+        output = output[: report.start()] + report[0]
     last_lines = "\n".join(output.splitlines()[-_NUM_SHOWN_LINES:])
     return ProgramError(
         f"llm-trainers {program} ended with exit code {exit_code}. Its last lines:\n{last_lines}",

@@ -11,6 +11,7 @@ shell.
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -184,8 +185,14 @@ def run(config: "GPTConfig", world: World, *, config_file: Path | None) -> int:
     from llm.trainers.gpt.train import evaluate, train
 
     deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
+    exit_code = 0
     with explain_out_of_memory(config, world), deterministic:
-        if not config.eval_only:
-            return train(config, world, config_file=config_file)
-        evaluate(config, world)
-    return 0
+        if config.eval_only:
+            evaluate(config, world)
+        else:
+            exit_code = train(config, world, config_file=config_file)
+    if world.world_size > 1:
+        # Reference cycles still hold the process groups. Their threads must end before the
+        # interpreter shuts down: from then on, a thread of gloo that needs its lock aborts.
+        gc.collect()
+    return exit_code
