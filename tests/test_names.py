@@ -1,6 +1,7 @@
 """Names are the field's nouns and verbs: counts of vague names, which may not grow."""
 
 import ast
+import re
 
 from tests.support.package import MODULES, name_of, tree_of
 
@@ -38,3 +39,32 @@ def test_few_private_functions_have_a_name_of_one_word():
     ]
     of_one_word = [f"{module}: {name}" for module, name in functions if "_" not in name.strip("_")]
     assert len(of_one_word) < 0.15 * len(functions), of_one_word
+
+
+def documented_arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
+    """The names in the section `Args:` of a docstring."""
+    _, _, text = (ast.get_docstring(node) or "").partition("Args:\n")
+    section = re.split(r"\n(?=\S)", text)[0]
+    return set(re.findall(r"^ {4}\**(\w+):", section, flags=re.MULTILINE))
+
+
+def arguments_of(function: ast.FunctionDef) -> set[str]:
+    return {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+
+
+def test_docstrings_document_arguments_by_their_names():
+    unknown = []
+    for path in MODULES:
+        nodes = list(ast.walk(tree_of(path)))
+        functions = [(node, node) for node in nodes if isinstance(node, ast.FunctionDef)]
+        constructors = [
+            (node, part)
+            for node in nodes
+            if isinstance(node, ast.ClassDef)
+            for part in node.body
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__"
+        ]
+        for documented, function in (*functions, *constructors):
+            names = documented_arguments(documented) - arguments_of(function)
+            unknown += [f"{name_of(path)}: {documented.name} has no {name}" for name in names]
+    assert not unknown

@@ -77,7 +77,7 @@ def _missing_packages(cls: type, text: str) -> list[str]:
 
 
 def _read_table(cls: type, table: dict[str, Any], *, location: str) -> dict[str, Any]:
-    """Return the options that a table sets, by name, with value_by_name of their types."""
+    """Return the options that a table sets, by name, with values of their types."""
     table = {key.replace("-", "_"): value for key, value in table.items()}
     _drop_removed_options(cls, table, location=location)
     _resolve_aliases(cls, table, location=location)

@@ -37,9 +37,9 @@ class Meter:
 
     Args:
         device: Device of the sums.
-        rank: Rank of this process.
         names: Names of the sums of a step, the loss first. A sum NAME is divided by the sum #NAME
             if there is one, else by the tokens of the interval.
+        rank: Rank of this process.
     """
 
     def __init__(

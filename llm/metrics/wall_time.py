@@ -176,7 +176,7 @@ class WallTime:
 
 
 def describe_goodput(results: Mapping[str, float]) -> str:
-    """Return goodput and loss_texts as a text: "91.0% of 3.1 h (start 6.2%, saving 2.8%)".
+    """Return goodput and losses as a text: "91.0% of 3.1 h (start 6.2%, saving 2.8%)".
 
     Args:
         results: The result of `WallTime.results`.

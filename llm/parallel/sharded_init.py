@@ -190,7 +190,7 @@ class ShardedDraws(KeyedDraws):
         meta_model: An unsharded model on the meta device; its initialization runs.
         model: Gets the weights.
         seed: The run's seed.
-        loaded: Names of weights that the model does not receive.
+        loaded_names: Names of weights that the model does not receive.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class ReferenceEncoder:
 
     Args:
         encoding: How texts become ids.
-        threads: Threads that it may use.
+        num_threads: Threads that it may use.
 
     Raises:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
@@ -215,7 +215,7 @@ class FastEncoder:
     Args:
         encoding: How texts become ids.
         reference: The tokenizer itself.
-        threads: Threads that it may use.
+        num_threads: Threads that it may use.
 
     Raises:
         ImportError: gigatoken is not installed.
