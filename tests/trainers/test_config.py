@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from llm.config.command_line import parse_options
 from llm.config.duration import Duration
@@ -55,6 +56,11 @@ def test_a_plugin_in_the_configuration_of_accelerate_is_refused(plugin, monkeypa
     monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "false")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert parse_args(ENOUGH).mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("tracker", sorted(LOGGER_TYPE_TO_CLASS))
+def test_every_tracker_of_the_installed_accelerate_is_allowed(tracker):
+    assert not complaints(dataclasses.replace(parse_args(ENOUGH), report_to=(tracker,)))
 
 
 ANCESTOR_DEFAULTS = {
