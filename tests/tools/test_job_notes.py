@@ -140,6 +140,17 @@ def test_more_epochs_of_the_token_files_than_a_run_allows_are_refused(tmp_path, 
         assert error.count("\n") == 1
 
 
+def test_a_job_with_token_files_is_written_in_the_shell_of_a_rank(tmp_path, monkeypatch, capsys):
+    """`srun --pty bash` sets the variables of a rank, and no other rank would answer."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "::1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    web = str(write_pair(tmp_path / "web", [[1] * 6401]))
+    trainer = ["--model_name_or_path", "gpt2", "--block_size", "64", "--output_dir", "runs/a"]
+    trainer += ["--split", "1,0,0", "--max_epochs", "4", "--data_path", web]
+    write(capsys, "slurm", trainer=[*trainer, "--max_duration", "25600 tokens"])
+
+
 @pytest.mark.parametrize("program", [[], ["prepare"]], ids=["a run", "a preparation"])
 def test_a_pbs_script_sets_the_folders_that_qsub_does_not_pass(
     program, tmp_path, monkeypatch, capsys

@@ -17,6 +17,7 @@ from llm.config.program import program
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.logging import counted
+from llm.runtime.world import ignore_ranks
 from llm.tools.jobs.detection import detect_site
 from llm.tools.jobs.job_chain import make_job_chain
 from llm.tools.jobs.job_ranks import check_epochs, check_ranks, check_schedule
@@ -95,6 +96,7 @@ def _write_training_job(arguments: Sequence[str], *, is_sweep: bool) -> int:
         return _print_sites(options.site)
     if options.detect:
         return _write_draft(options.output)
+    ignore_ranks()  # an interactive shell of srun or mpiexec has the variables of a rank
     if is_sweep:
         text, notes = array_script(options, command=command, sweep_arguments=trainer_arguments)
     else:
