@@ -19,10 +19,8 @@ class PrepareConfig:
         "Files, quoted patterns and folders of jsonl, json, csv, parquet or txt files.",
         path=True,
     )
-    text_column: str | None = option(
-        None,
-        "Column or JSON key with the text; by default `text`, else the only column of strings.",
-        aliases=("json_key", "json_keys"),
+    text_column: str = option(
+        "text", "Column or JSON key with the text.", aliases=("json_key", "json_keys")
     )
     text_unit: Literal["line", "paragraph", "file"] = option(
         "file", "One document of a txt file: a line, paragraph, or file."

@@ -114,12 +114,11 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
 
     assert config.output_prefix is not None  # `check_prepare_config` asks for it
     prefix = Path(config.output_prefix)
-    text_column = "text" if config.text_column is None else config.text_column
     if config.dataset_name is not None:
-        sources = _find_dataset_sources(config, config.dataset_name, text_column=text_column)
+        sources = _find_dataset_sources(config, config.dataset_name)
     else:
         sources = find_text_sources(
-            config.input, text_column=text_column, text_unit=config.text_unit
+            config.input, text_column=config.text_column, text_unit=config.text_unit
         )
     if config.shuffle == "documents" and any(source.one_document for source in sources):
         raise ConfigError(
@@ -128,7 +127,7 @@ def _plan_outputs(config: PrepareConfig) -> list[tuple[list["Source"], "Output"]
         )
     if config.format == "nanogpt":
         return [(sources, _make_output(config, prefix))]
-    suffix = f"_{text_column}_document"
+    suffix = f"_{config.text_column}_document"
     if not config.output_per_input:
         return [(sources, _make_output(config, add_suffix(prefix, suffix)))]
     return _plan_output_per_input(config, prefix, sources, suffix=suffix)
@@ -175,9 +174,7 @@ def _make_output(config: PrepareConfig, prefix: Path) -> "Output":
     )
 
 
-def _find_dataset_sources(
-    config: PrepareConfig, dataset_name: str, *, text_column: str
-) -> list["Source"]:
+def _find_dataset_sources(config: PrepareConfig, dataset_name: str) -> list["Source"]:
     """Return the sources of a split of a data set: its files, or else a stream from the Hub."""
     from llm.data.dataset_folder import open_dataset_folder
     from llm.prepare.text.hub import make_dataset_sources
@@ -193,14 +190,14 @@ def _find_dataset_sources(
     if folder is not None:
         return make_file_sources(
             folder.list_files(split),
-            text_column=text_column,
+            text_column=config.text_column,
             text_unit=config.text_unit,
             option="--dataset_name",
         )
     source_by_split = make_dataset_sources(
         dataset_name,
         config.dataset_config_name,
-        text_column=text_column,
+        text_column=config.text_column,
         trust_remote_code=config.trust_remote_code,
         splits=[split],
         streaming=config.streaming,

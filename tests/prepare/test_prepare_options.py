@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
         ([*GOOD, "--output_prefix", ""], "--output_prefix is given an empty path; name one"),
         ([*GOOD[2:], "--dataset_name", "a.txt"], "a.txt is a file; name it with --input."),
         ([*GOOD, "--json_key", "story"], "the record has no key 'story', only 'id', 'text'; mend"),
+        ([*GOOD, "--input", "body.csv"], "body.csv has no column 'text'; choose one with --text_"),
         ([*GOOD, "--input", "cut.jsonl.gz"], "cut.jsonl.gz is cut short"),
         ([*GOOD, "--input", "blank.jsonl"], "blank.jsonl holds no text."),
     ],
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.usefixtures("at_home")
 def test_invalid_options_end_with_one_sentence_and_exit_code_2(tmp_path, capsys, argv, message):
     write(tmp_path / "a.jsonl", '{"id": "1", "text": "one"}\n')
     write(tmp_path / "a.txt", "one\n")
+    write(tmp_path / "body.csv", "body\none\n")
     write(tmp_path / "blank.jsonl", "\n\n")
     write(tmp_path / "cut.jsonl.gz", gzip.compress(json_lines(TEXTS).encode())[:-20])
 

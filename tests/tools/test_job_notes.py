@@ -113,6 +113,8 @@ def test_a_preparation_without_its_text_column_is_refused(name, tmp_path, monkey
         sentence = f"{name}, line 1: the record has no key 'bodi', only 'body', 'n'; mend the line"
     assert error.startswith(f"error: {sentence}")
     assert error.count("\n") == 1
+    # Without the option, the column is `text`, as for `llm-trainers prepare`.
+    assert "'text'" in refuse(capsys, *argv, trainer=prepare[:-1])
     assert not (tmp_path / "job.sh").exists()
     write(capsys, *argv, trainer=[*prepare, "body"])
 
