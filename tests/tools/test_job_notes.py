@@ -220,8 +220,8 @@ def test_an_environment_that_is_not_here_is_named(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("line", "minutes"),
-    [("", "342"), ("exit_after = 20\n", "20"), ("exit-after=20.5\n", "20"),
-     ("exit_after = 1000\n", "342")],
+    [("", "342"), ("exit_after = 20\n", "20"), ("  exit-after=20.5\n", "20"),
+     ("exit_after = 1_000\n", "342")],
 )  # fmt: skip
 def test_a_configuration_may_end_a_pbs_run_earlier_but_not_later(line, minutes, tmp_path, capsys):
     """`qsub -v CONFIG=my.toml`, in the lines before the environment is activated."""

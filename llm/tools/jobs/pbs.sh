@@ -84,7 +84,7 @@ set -- ${CONFIG:+"$CONFIG"} "$@"
 if (($#)); then
 {% if exit_after is not none %}
     # CONFIG.toml may end the run earlier, but not after the job.
-    END=$(sed -nE 's/^exit[_-]after *= *([0-9]+).*/\1/p' "$1" 2> /dev/null)
+    END=$(sed -nE 's/^ *exit[_-]after *= *([0-9_]+).*/\1/p' "$1" 2> /dev/null | tr -d _)
     OPTIONS=(--resume_from_checkpoint --exit_after $((END > 0 && END < {{ exit_after }} ? END : {{ exit_after }})) --config "$@")
 {% else %}
     OPTIONS=(--resume_from_checkpoint --config "$@")
