@@ -163,15 +163,16 @@ def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
     assert llm.Run(bench.folder / "x").metrics == []
 
 
-def test_the_error_of_a_failed_rank_shows_its_lines_and_not_the_table_of_torchrun():
+def test_the_error_of_a_failed_rank_shows_its_lines_not_torchruns_table():
     output = (
+        "W1128 23:27:01 torch/distributed/elastic/multiprocessing/redirects.py:35] NOTE: R\n"
         "step 1\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
         "E1128 23:27:13 .venv/torch/distributed/elastic/multiprocessing/api.py:1002] failed "
         "(exitcode: -6) local_rank: 1 (pid: 7) of binary: python\n"
         "Traceback (most recent call last):\n=====\n  exitcode  : -6 (pid: 7)\n"
     )
     shown = str(make_program_error("train", output, 1))
-    assert shown.startswith("llm-trainers train ended with exit code 1. Its last lines:\nstep 1\n")
+    assert shown.startswith("llm-trainers train ended with exit code 1. Its last lines:\nW1128 ")
     assert shown.endswith("failed (exitcode: -6) local_rank: 1 (pid: 7) of binary: python")
     assert "EnforceNotMet" in shown
 

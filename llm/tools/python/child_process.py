@@ -15,8 +15,11 @@ from llm.runtime.signals import CALLER_VARIABLE
 
 _EXIT_INTERRUPTED = 130
 _NUM_SHOWN_LINES = 30
-_TORCHRUN_REPORT = re.compile(r"^.*\btorch[/.]distributed[/.]elastic\b.*$", flags=re.MULTILINE)
-"""A line of what torchrun writes about a process that has failed."""
+_TORCHRUN_REPORT = re.compile(
+    r"^.*\btorch[/.]distributed[/.]elastic\b.*(?:failed \(|closing signal|death signal).*$",
+    flags=re.MULTILINE,
+)
+"""A line that torchrun writes once a process has failed; it writes others before, as on macOS."""
 
 
 class ChildProcess:
