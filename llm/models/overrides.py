@@ -119,7 +119,7 @@ def _override_field(
 def _make_config(
     config: PreTrainedConfig, explicit_fields: dict[str, Any], *, overrides: str
 ) -> PreTrainedConfig:
-    """Make a configuration of the same class from other explicit_fields."""
+    """Make a configuration of the same class from other explicit fields."""
     try:
         # The class changes the objects that it gets, so it gets copies.
         return type(config).from_dict(copy.deepcopy(explicit_fields))

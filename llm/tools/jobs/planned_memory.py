@@ -9,18 +9,16 @@ from llm.tools.jobs.options import JobOptions
 from llm.tools.jobs.scripts import read_minutes
 
 
-def plan_command(job: JobOptions, device: str | None, arguments: Sequence[str]) -> list[str]:
+def plan_command(job: JobOptions, device: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that plans the run of a job.
 
     Args:
         job: The job, with the site's values.
-        device: Device of each rank by its name in `llm-trainers plan`; None to leave it out.
+        device: Device of each rank by its name in `llm-trainers plan`, or a placeholder.
         arguments: Arguments of the trainer.
     """
     command = ["llm-trainers", "plan", "--nodes", str(job.nodes)]
-    command += ["--gpus_per_node", str(job.gpus_per_node)]
-    if device is not None:
-        command += ["--device", device]
+    command += ["--gpus_per_node", str(job.gpus_per_node), "--device", device]
     return [*command, *arguments]
 
 
