@@ -215,6 +215,11 @@ class ClassFactory(OptimizerFactory):
                 f"optimizer: {name} does not read found_inf, so the host waits for the norm of "
                 "each gradient, and skips the step if it is not finite"
             )
+        if names := ", ".join(self._traits.changing_attributes):
+            lines.append(
+                f"optimizer: {name} changes {names} outside of its state, which checkpoints do not "
+                "hold: if its steps depend on that, a resumed run differs"
+            )
         return "\n".join(lines)
 
     def _allocate_meta_state(self, optimizer: ClassOptimizer) -> None:

@@ -17,8 +17,8 @@ NUMBER_PREFIX, GROUP_PREFIX = "number.", "group."
 """Prefixes of the names of numbers in a parameter's state: Python numbers of the state, and numbers
 of the parameter's group that have changed."""
 
-_RUN_SETTINGS = ("params", "lr", "weight_decay")
-"""Entries of a group that the trainer sets."""
+_RUN_SETTINGS = ("params", "lr")
+"""Entries of a group that the trainer sets before each step."""
 
 
 class ClassOptimizer(torch.optim.Optimizer):

@@ -1,7 +1,9 @@
 """A trial of an optimizer's class on small weights, before a run depends on it."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from llm.extensions.custom_optim.import_class import OptimizerClass
 
 _STEPS = 3
 _LEARNING_RATE, _WEIGHT_DECAY = 0.1, 0.1
+
+_SCALER_ATTRIBUTES = ("found_inf", "grad_scale")
+"""Attributes that the trainer, or a gradient scaler of torch, sets before a step."""
 
 _SPLITS_IN_HALVES: tuple[Callable[[Tensor], tuple[Tensor, ...]], ...] = (
     lambda matrix: matrix.split(matrix.shape[0] // 2, 0),
@@ -28,6 +33,7 @@ class Traits:
         is_elementwise: Whether an update of a part of a matrix is a part of the matrix's update.
         is_coupled: Whether the update of a weight depends on other weights.
         is_random: Whether an update draws random numbers.
+        changing_attributes: Numbers and tensors outside of its state that its steps change.
         scalar_devices: Devices of scalar tensors in its state, by their name.
         bytes_per_element: Bytes of state for each element of a matrix.
     """
@@ -36,6 +42,7 @@ class Traits:
     is_elementwise: bool
     is_coupled: bool
     is_random: bool
+    changing_attributes: tuple[str, ...]
     scalar_devices: dict[str, torch.device]
     bytes_per_element: float
 
@@ -93,6 +100,7 @@ class _Trial:
         )
         # torch's fused classes have no such attribute before a step.
         self._reads_found_inf |= bool(getattr(trial_optimizer, "_step_supports_amp_scaling", False))
+        self._check_finite_steps()
         optimizer = self._make_optimizer(self._weights)
         addresses = [p.data_ptr() for p in _params_of(optimizer)]
         _take_steps(optimizer, self._gradients)
@@ -111,6 +119,7 @@ class _Trial:
             is_elementwise=is_elementwise,
             is_coupled=not _are_close([self._train_alone(0), self._train_alone(1)], weights),
             is_random=not all(map(torch.equal, self._train_with_another_seed(), weights)),
+            changing_attributes=self._find_changing_attributes(),
             scalar_devices={
                 key: tensor.device
                 for key, tensor in matrix_state.items()
@@ -158,6 +167,42 @@ class _Trial:
         ]
         dim = int(halves[0][0].shape[0] == self._weights[0].shape[0])
         return [torch.cat([half for (half,) in halves], dim)]
+
+    def _find_changing_attributes(self) -> tuple[str, ...]:
+        """Return the names of the attributes of the class that a step changes."""
+        params = [nn.Parameter(weight.clone()) for weight in self._weights]
+        optimizer = self._class.make([{"params": params, "weight_decay": 0.0}], _LEARNING_RATE)
+        attributes = copy.deepcopy(_numbers_and_tensors(vars(optimizer)))
+        for p, gradient in zip(params, self._gradients[0], strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+        changed_attributes = _numbers_and_tensors(vars(optimizer))
+        return tuple(
+            name
+            for name, value in changed_attributes.items()
+            if name not in attributes or not _are_equal(value, attributes[name])
+        )
+
+    def _check_finite_steps(self) -> None:
+        """Refuse a class that makes weights which are not finite.
+
+        Raises:
+            ConfigError: It does so at the trial's learning rate, or at the first one of a warm-up.
+        """
+        for rates, condition in (
+            ([_LEARNING_RATE] * _STEPS, ""),
+            ([0.0] + [_LEARNING_RATE] * (_STEPS - 1), " if the learning rate begins at 0"),
+        ):
+            optimizer = self._make_optimizer(self._weights)
+            for rate, step_gradients in zip(rates, self._gradients, strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                _take_steps(optimizer, [step_gradients])
+            if not all(weight.isfinite().all() for weight in _weights_of(optimizer)):
+                raise ConfigError(
+                    f"--optimizer {self._class.name} makes weights that are not finite in a trial "
+                    f"on a matrix and a vector{condition}; correct its step."
+                )
 
     def _check_addresses(self, optimizer: ClassOptimizer, addresses: Sequence[int]) -> None:
         """Refuse a class that replaces the memory of weights.
@@ -218,6 +263,21 @@ class _Trial:
                 f"--optimizer {self._class.name} has the attribute found_inf, and changes weights "
                 "although it is 1; let it skip the step, or remove the attribute."
             )
+
+
+def _numbers_and_tensors(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, bool | int | float | Tensor)
+        and name not in ("found_inf", "grad_scale")
+    }
+
+
+def _are_equal(value: Any, other_value: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other_value, Tensor):
+        return torch.equal(value, other_value)
+    return bool(value == other_value)
 
 
 def _params_of(optimizer: ClassOptimizer) -> list[nn.Parameter]:

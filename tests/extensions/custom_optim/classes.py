@@ -97,6 +97,50 @@ class Forgetful(Counting):
                 p.sub_(p.grad, alpha=group["lr"] / self.num_steps)
 
 
+class Tallying(Counting):
+    """Keeps a number where no checkpoint looks for it, and depends on it after many steps."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / (1 + self.num_steps // 100))
+
+
+class Decaying(Counting):
+    """Halves the weight decay in each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["weight_decay"] /= 2
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(p.grad, alpha=group["lr"])
+
+
+class Dividing(Counting):
+    """Divides by a gradient of zero."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.div_(p.grad - p.grad)
+
+
+class DividingByRate(Counting):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * (group["lr"] / group["lr"] if group["lr"] else float("nan")))
+
+
 class Listing(Counting):
     @torch.no_grad()
     def step(self, closure=None):

@@ -51,6 +51,17 @@ def test_a_trial_tells_classes_apart(name, trait):
     assert not getattr(traits_of("RowNormed"), trait)
 
 
+def test_the_log_names_attributes_that_checkpoints_do_not_hold():
+    description = make("Tallying", still_model()).describe()
+
+    assert "Tallying changes num_steps outside of its state, which" in description
+    assert "outside of its state" not in make("Counting", still_model()).describe()
+
+
+def test_a_class_may_change_its_weight_decay():
+    assert traits_of("Decaying").is_elementwise
+
+
 def test_torchs_fused_classes_skip_a_step_on_the_device():
     options = GPTConfig(optimizer="torch.optim:Adam", optimizer_kwargs='{"fused": true}')
 
@@ -96,6 +107,11 @@ def test_a_class_of_a_module_without_a_spec_is_looked_for_in_it(monkeypatch):
         ({"optimizer": f"{CLASSES}:FalselyElementwise"}, "is not elementwise: it trains the halv"),
         ({"optimizer": f"{CLASSES}:NotSkipping"}, "changes weights although it is 1"),
         ({"optimizer": f"{CLASSES}:Forgetful"}, "keeps a value outside of its state"),
+        (
+            {"optimizer": f"{CLASSES}:Dividing"},
+            "Dividing makes weights that are not finite in a trial on a matrix and a vector;",
+        ),
+        ({"optimizer": f"{CLASSES}:DividingByRate"}, "if the learning rate begins at 0; correct"),
         ({"optimizer": f"{CLASSES}:Replacing"}, "puts new tensors in the place of weights (p.dat"),
         ({"optimizer": f"{CLASSES}:Listing"}, "keeps 'past' in its state, a list, which"),
         (
