@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -151,8 +152,10 @@ def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
     assert caught.value.exit_code == 2
     assert "error:" not in capfd.readouterr().out  # the exception says it
     assert not (bench.folder / "x").exists()
-    with pytest.raises(ProgramError, match=r"num_processes must be at least 1, not 0"):
-        llm.train(num_processes=0, **options_of(bench, "x"))
+    for num_processes in (0, "2", 1.0):
+        message = f"num_processes must be a whole number of at least 1, not {num_processes!r}"
+        with pytest.raises(ProgramError, match=re.escape(message)):
+            llm.train(num_processes=num_processes, **options_of(bench, "x"))
     with pytest.raises(ProgramError, match="help is not an option of a function"):
         llm.plan(help=True)
     with pytest.raises(ProgramError, match=r"--run .*x is not a folder"):
@@ -223,6 +226,21 @@ def test_an_interruption_lets_the_run_save_and_is_raised(num_processes, bench):
     names = [name for name in weights if f"strategy/model/{name}" in saved]
     assert len(names) > 20
     assert all(weights[name].equal(saved[f"strategy/model/{name}"]) for name in names)
+
+
+@pytest.mark.extended
+def test_the_refused_resume_of_a_stopped_run_is_raised(bench):
+    options = options_of(bench, "stopped", per_device_train_batch_size=2)
+    run = llm.train(num_processes=2, show=False, exit_after=1e-4, **options)
+    assert run.status == "preempted"
+
+    with pytest.raises(ProgramError, match="learning_rate"):
+        llm.train(
+            num_processes=2,
+            show=False,
+            resume_from_checkpoint=True,
+            **{**options, "learning_rate": 0.5},
+        )
 
 
 @pytest.mark.faults

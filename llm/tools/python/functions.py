@@ -51,13 +51,16 @@ def train(*, num_processes: int = 1, show: bool = True, **options: OptionValue) 
     """
     arguments = to_arguments(options)
     run = Run(_find_output_dir(arguments))
+    earlier_status = _read_status_file(run)
     output, exit_code = _run_trainer(
         arguments,
         num_processes=num_processes,
         display=make_display(run.path) if show else None,
     )
-    # torchrun hides the exit codes of its processes.
-    has_stopped = exit_code == EXIT_PREEMPTED or (num_processes > 1 and run.status == "preempted")
+    # torchrun hides the exit codes of its processes. A refused start leaves the former status.
+    has_stopped = exit_code == EXIT_PREEMPTED or (
+        num_processes > 1 and run.status == "preempted" and _read_status_file(run) != earlier_status
+    )
     if exit_code != 0 and not has_stopped:
         raise make_program_error("train", output, exit_code)
     return run
@@ -162,6 +165,12 @@ def _to_argument(value: Value) -> str:
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
+def _read_status_file(run: Run) -> bytes:
+    """Return the contents of the run's `status.json`, which differ after each start; or nothing."""
+    path = run.path / "status.json"
+    return path.read_bytes() if path.is_file() else b""
+
+
 def _find_output_dir(arguments: Sequence[str]) -> Path:
     """Return the folder that the trainer writes to.
 
@@ -189,11 +198,13 @@ def _run_trainer(
         display: Shows a line of the log; None to show nothing.
 
     Raises:
-        ProgramError: The number of processes is not positive.
+        ProgramError: The number of processes is not a positive whole number.
         KeyboardInterrupt: The call was interrupted, and the trainer has ended.
     """
-    if num_processes < 1:
-        raise ProgramError(f"num_processes must be at least 1, not {num_processes}.")
+    if not isinstance(num_processes, int) or num_processes < 1:
+        raise ProgramError(
+            f"num_processes must be a whole number of at least 1, not {num_processes!r}."
+        )
     command = program_command("train", arguments)
     if num_processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
