@@ -115,6 +115,7 @@ def test_the_name_of_a_site_with_other_devices_is_refused(tmp_path):
     ("device", "card", "site"),
     [
         ("cuda", "NVIDIA A100-SXM4-40GB", "polaris"),
+        ("cuda", "NVIDIA A100-SXM4-80GB", "perlmutter"),  # in some of its nodes
         ("cuda", "NVIDIA H200", "kempner"),  # in one of its queues
         ("rocm", "AMD Instinct MI250X", "frontier"),
         ("cuda", "NVIDIA A100-SXM4-40GB", "elsewhere"),

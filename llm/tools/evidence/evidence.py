@@ -289,7 +289,9 @@ def _check_site(site_name: str | None, job: Mapping[str, Any]) -> None:
     if site is None or site.device is None or None in devices:
         return
     site_devices = {site.device, *(queue.device for queue in site.queues if queue.device)}
-    if not devices <= site_devices:
+    # Nodes may differ in the memory of their cards: some of Perlmutter's A100 have 80 GB.
+    site_models = {device.partition("-")[0] for device in site_devices}
+    if not {device.partition("-")[0] for device in devices if device} <= site_models:
         raise ConfigError(
             f"--site {site_name} has {' and '.join(sorted(site_devices))}, and this machine "
             f"{', '.join(cards)}: start evidence on a node of the site, or leave --site out."
