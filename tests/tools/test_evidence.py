@@ -82,6 +82,13 @@ def test_one_rank_writes_a_file_in_which_every_check_has_passed(tmp_path):
         assert word not in text
 
 
+def test_no_other_program_gets_the_port_of_a_program_before_it_starts():
+    """Sockets without a port get one from 32,768 on (Linux), or from 49,152 on (other systems)."""
+    ports = {rank_programs._free_port() for _ in range(20)}
+    assert all(20_000 <= port < 30_000 for port in ports)
+    assert len(ports) > 1
+
+
 @pytest.mark.extended
 def test_two_ranks_compare_a_layout_with_one_rank(tmp_path):
     words = ("--parts", "preflight", "layouts", "--site", "testbed")

@@ -7,6 +7,7 @@ ends without the next ones. Rank 0 posts what to start on a board in the store o
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ _REPLY_SECONDS = 30.0
 """Seconds for the other ranks to report the end of a program after its time limit."""
 _MAX_OUTPUT_BYTES = 6000
 """Bytes of the end of a program's output that a rank sends to rank 0."""
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 
 class Process(Protocol):
@@ -203,11 +205,15 @@ def _make_child_environment(*, is_alone: bool) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """Return a port of this host that no program uses."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port of this host that no program uses.
+
+    Rank 0 opens it seconds later, so it is none of those that systems choose for other programs.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def describe_failure(outcomes: Sequence[Outcome], *, seconds: float) -> str | None:
