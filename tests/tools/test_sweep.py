@@ -225,8 +225,10 @@ class Sweep:
         return read_outcome(self.folder / name).state
 
     def end(self, name: str, how: str = "well") -> None:
-        (self.folder / name).mkdir(exist_ok=True)
-        (self.folder / name / "end").write_text(how)
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "ending").write_text(how)
+        (folder / "ending").rename(folder / "end")  # a trainer that waits for it reads all of it
 
     def states(self) -> dict[str, str]:
         return {name: outcome.state for name, outcome in self.runs.outcomes.items()}

@@ -316,6 +316,7 @@ def _break_down(argv: list[str]) -> int:
     return main.main(argv)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_no_thread_of_a_process_group_is_left_when_a_rank_ends(bench):
     arguments = bench.command("threads", max_train_steps=2)
     for code, threads in values(run_ranks(_train_and_list_threads, 2, arguments)):
