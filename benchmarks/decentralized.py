@@ -105,7 +105,7 @@ def report(options: DecentralizedBenchmarkOptions, _: Path) -> str:
 
         plot = None if options.plot is None else Path(options.plot)
         sections.append(simulation_section(options.sizes, ranks_per_node=4, plot=plot))
-    return render("Decentralised training", machine(["torch", "transformers"]), sections)
+    return render("Decentralized training", machine(["torch", "transformers"]), sections)
 
 
 def _delay(options: DecentralizedBenchmarkOptions) -> Section:
