@@ -203,7 +203,7 @@ class Saver:
             step=step,
             copies=self._pending_copies,
             file_index_by_path=file_index_by_path,
-            plain=json.dumps(plain_values),
+            plain=_encode_plain_values(plain_values),
             metadata={
                 **self._metadata,
                 "eval_loss": eval_loss,
@@ -552,3 +552,21 @@ class Saver:
                 raise CheckpointError(one_line_with_path(error)) from error
 
         return gather_results(run_and_convert_error, group=self._group)
+
+
+def _encode_plain_values(values_by_part: Mapping[str, Any]) -> str:
+    """Return the state without its tensors as JSON.
+
+    Raises:
+        CheckpointError: JSON does not hold a value of a part.
+    """
+    texts = []
+    for part_name, values in values_by_part.items():
+        try:
+            texts.append(f"{json.dumps(part_name)}: {json.dumps(values)}")
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The state of {part_name} cannot be saved ({error}); let its state_dict "
+                "return tensors, numbers, texts, and lists and dictionaries of them."
+            ) from error
+    return f"{{{', '.join(texts)}}}"

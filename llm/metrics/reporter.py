@@ -311,7 +311,8 @@ class MetricsReporter:
             step: Steps done.
 
         Raises:
-            ConfigError: A value has the name of a value of each logging interval.
+            ConfigError: A value has the name of a value of each logging interval, or is not a
+                number.
         """
         self.write(_merge_extension_values([values], _INTERVAL_NAMES), step=step)
 
@@ -377,7 +378,7 @@ def _merge_extension_values(
     """Return the values of all extensions by name.
 
     Raises:
-        ConfigError: A name is reserved, or belongs to two extensions.
+        ConfigError: A name is reserved, or belongs to two extensions; or a value is not a number.
     """
     merged_values: dict[str, float] = {}
     for values in values_by_extension:
@@ -386,6 +387,12 @@ def _merge_extension_values(
                 f"An extension returns the value {repeated_names[0]}, which metrics.jsonl has "
                 "already; give it another name in the extension, or leave the extension out."
             )
+        for name, value in values.items():
+            if not isinstance(value, int | float):
+                raise ConfigError(
+                    f"An extension returns a value {name} of the type {type(value).__name__}; let "
+                    "it return a number, such as tensor.item(), or leave the extension out."
+                )
         merged_values |= values
     return merged_values
 

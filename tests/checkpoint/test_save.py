@@ -377,6 +377,13 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
     assert os.listdir(tmp_path) == ["step_00000001"]
 
 
+def test_a_state_that_json_does_not_hold_is_refused_with_its_part(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^The state of part cannot be saved \(Ob"):
+        saver_of(tmp_path, Part({"numbers": {1, 2}})).save(step=1, eval_loss=None)
+
+    assert steps(tmp_path) == []
+
+
 def test_old_checkpoints_are_removed_only_after_the_new_one_is_valid(tmp_path, monkeypatch):
     save(tmp_path, 1)
     there = []

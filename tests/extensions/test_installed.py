@@ -138,6 +138,19 @@ It.make_loop_extension = lambda self, context: Loss()
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("rate", ["-1.0", "nan"])
+def test_a_learning_rate_that_cannot_be_is_refused(bench, server, tmp_path, rate):
+    code = f"It.change_schedule = lambda *_, **__: lambda step: float('{rate}')"
+    package = package_of_one_option("llm-rate", "rate_number", code=code)
+
+    codes, output = server.run(
+        install(package, tmp_path), bench.command(f"rate{rate}", rate_number=1, max_train_steps=1)
+    )
+
+    assert codes == [2], output
+    assert f"error: The learning rate after 0 steps is {rate}, as an extension has" in output
+
+
 def test_a_resume_names_a_package_that_is_missing_or_has_changed(bench, server, site, tmp_path):
     options = {"checkpointing_steps": 1, "max_train_steps": 2}
     longer = {**options, "max_train_steps": 2, "resume_from_checkpoint": True}

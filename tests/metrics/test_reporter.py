@@ -220,6 +220,21 @@ def test_a_value_with_the_name_of_another_value_is_refused(name, tmp_path):
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    ("value", "type_name"), [(torch.ones(()), "Tensor"), ("text", "str"), (None, "NoneType")]
+)
+def test_a_value_of_an_extension_that_is_not_a_number_is_refused(value, type_name, tmp_path):
+    reporter = make_reporter(tmp_path / "metrics.jsonl", [])
+    reporter.start(step=0, tokens=0, seconds=0)
+    message = rf"^An extension returns a value penalty of the type {type_name}; let it return a num"
+    with pytest.raises(ConfigError, match=message):
+        log(reporter, 10, [{"penalty": value}])
+    with pytest.raises(ConfigError, match=message):
+        reporter.write_extension_values({"penalty": value}, step=10)
+    reporter.close()
+    assert lines_of(tmp_path / "metrics.jsonl") == []
+
+
 def test_no_value_of_an_interval_is_written_by_other_work(tmp_path):
     reporter = make_reporter(tmp_path / "metrics.jsonl", [])
     reporter.start(step=0, tokens=0, seconds=0)

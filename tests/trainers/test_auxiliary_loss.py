@@ -1,5 +1,6 @@
 """The auxiliary loss of an extension, compared with autograd on the whole objective."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,25 @@ def test_the_gradient_is_that_of_the_sum_of_both_losses(chunked):
     with torch.no_grad():
         _, evaluated = loss(inputs, labels)
     assert evaluated.equal(sums)  # the loss in the log is without it
+    assert auxiliary.mean() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reduce", "shape"),
+    [
+        (lambda hidden: hidden.square().mean(), "[]"),
+        (lambda hidden: hidden.square().mean(-1), "[2, 8]"),
+        (lambda hidden: 3.0, "float"),
+    ],
+)
+def test_a_loss_without_a_number_for_each_sequence_is_refused(reduce, shape):
+    loss = LanguageModelLoss(tiny_model(tiny_config("gpt2")))
+    auxiliary = AuxiliaryLoss(context_of(loss), reduce)
+    inputs = torch.arange(16).view(2, 8)
+
+    with pytest.raises(ConfigError, match=re.escape(f" is {shape}; let it return the loss of ea")):
+        loss(inputs, inputs)
+
     assert auxiliary.mean() == 0.0
 
 

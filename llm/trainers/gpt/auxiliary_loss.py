@@ -82,10 +82,21 @@ class AuxiliaryLoss:
         self._is_real_sample = (labels != IGNORED).any(1)
 
     def _add_losses(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Pass the last hidden states through `_AttachLoss`, in training."""
+        """Pass the last hidden states through `_AttachLoss`, in training.
+
+        Raises:
+            ConfigError: The loss is not a tensor with a number for each sequence.
+        """
         hidden = output.last_hidden_state
         if torch.is_grad_enabled() and hidden.requires_grad:
             losses = self._loss(hidden)
+            shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            if shape != [len(hidden)]:
+                raise ConfigError(
+                    f"An extension's auxiliary loss of hidden states {list(hidden.shape)} is "
+                    f"{shape}; let it return the loss of each sequence, summed over its tokens: a "
+                    f"tensor of the shape [{len(hidden)}]."
+                )
             output.last_hidden_state = _AttachLoss.apply(  # type: ignore[no-untyped-call]
                 hidden, losses, self, self._is_real_sample
             )

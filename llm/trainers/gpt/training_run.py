@@ -272,8 +272,11 @@ def plan_training(
         run.config, branch, batch_plan, block_size=run.block_size
     )
     _check_steps_left(run, batch_plan.total_steps)
+    core_schedule = schedule
     for extension in run.extensions:
         schedule = extension.change_schedule(schedule, total_steps=batch_plan.total_steps)
+    if schedule is not core_schedule:
+        schedule = partial(_checked_rate, schedule)
     for phase in batch_plan.phases:
         num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
@@ -286,3 +289,22 @@ def plan_training(
     _, num_used_samples = skipped.sample_range((0, batch_plan.total_samples))
     refuse_excess_epochs(run.config, run.corpus.train, samples, num_samples=num_used_samples)
     return batch_plan, skipped, schedule
+
+
+def _checked_rate(schedule: Schedule, step: int) -> float:
+    """Return the learning rate of a schedule that extensions have changed.
+
+    Args:
+        schedule: The schedule.
+        step: Steps done.
+
+    Raises:
+        ConfigError: It is negative or not finite.
+    """
+    rate = schedule(step)
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ConfigError(
+            f"The learning rate after {step} steps is {rate}, as an extension has changed it; let "
+            "its change_schedule return finite rates that are not negative."
+        )
+    return rate
