@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llm.errors import one_line
 from llm.runtime.files import json_safe, read_json_lines, sync, write_whole
+from llm.runtime.logging import counted
 
 logger = logging.getLogger("llm")
 
@@ -103,7 +104,15 @@ def truncate_metrics(path: Path, *, step: int) -> set[str]:
     Returns:
         The names of the values that the file already has for this step.
     """
-    lines = [line for line in read_json_lines(path) if line is not None and line["step"] <= step]
+    all_lines = read_json_lines(path)
+    readable_lines = [
+        line for line in all_lines if line is not None and isinstance(line.get("step"), int)
+    ]
+    is_cut_short = bool(all_lines) and all_lines[-1] is None
+    num_damaged = len(all_lines) - len(readable_lines) - is_cut_short
+    if num_damaged:
+        logger.warning(f"{path}: {counted(num_damaged, 'line')} could not be read and are removed")
+    lines = [line for line in readable_lines if line["step"] <= step]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     if not path.exists() or path.read_bytes() != text.encode():  # a full disk takes no new file
         write_whole(path, text)

@@ -98,6 +98,15 @@ def test_metrics_after_the_checkpoint_and_a_truncated_line_are_dropped(tmp_path)
     assert steps_in(path) == [5, 10]
 
 
+def test_metrics_that_cannot_be_read_are_dropped_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 5}\n\x00\xff\n{}\n{"step": "6"}\n[7]\nnull\n{"step": 10}\n{"st')
+
+    assert truncate_metrics(path, step=10) == {"step"}
+    assert steps_in(path) == [5, 10]
+    assert caplog.messages == [f"{path}: 5 lines could not be read and are removed"]
+
+
 def test_metrics_with_nothing_to_drop_are_not_written_again(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5, "loss": 0.1}\n')
