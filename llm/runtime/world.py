@@ -174,7 +174,13 @@ def _check_rank0_address(world: World) -> None:
             f"This is one of {world.world_size} processes, and {' and '.join(unset_variables)} do "
             "not say where rank 0 listens: start it by torchrun, srun or mpiexec, or export them."
         )
-    _read_integer(os.environ, "MASTER_PORT", "")
+    port = _read_integer(os.environ, "MASTER_PORT", "")
+    if not 1 <= port <= 65535:
+        raise ParallelError(
+            f"The environment variable MASTER_PORT is {port}, and ports have numbers from 1 to "
+            "65535: export the one where rank 0 listens, or start the processes with torchrun, "
+            "srun or mpiexec."
+        )
 
 
 def read_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -237,6 +237,8 @@ def test_a_task_of_srun_has_its_rank_without_torchrun(monkeypatch):
         ({**TASK_3_OF_4, "SLURM_STEP_NUM_TASKS": "x"}, "variable SLURM_STEP_NUM_TASKS is 'x'"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT do not say where rank 0"),
         ({**UNDER_TORCHRUN, "MASTER_PORT": "h"}, "variable MASTER_PORT is 'h', not a whole number"),
+        ({**UNDER_TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT is 0, and ports have numbers from 1"),
+        ({**UNDER_TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT is 65536, and ports have numb"),
     ],
 )
 def test_variables_that_are_no_launchers_are_refused(environ, variables, sentence):
