@@ -318,6 +318,8 @@ def _read_manifest_json(path: Path) -> dict[str, Any]:
     try:
         content = (path / MANIFEST).read_bytes().decode()
         manifest: dict[str, Any] = json.loads(content)
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise ValueError("it is not a JSON object with a format")
         if manifest["format"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has checkpoint format {manifest['format']}; this version reads "
@@ -325,7 +327,7 @@ def _read_manifest_json(path: Path) -> dict[str, Any]:
             )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}.") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {one_line(error)}.") from error
     if content != add_checksum(content.rpartition(_CHECKSUM_ENTRY)[0] + _JSON_END):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not match its checksum.")

@@ -105,8 +105,14 @@ def test_a_sealed_manifest_that_is_ill_formed_is_damaged(tmp_path, caplog, case)
 )
 def test_a_manifest_that_is_not_an_object_is_damaged(tmp_path, content):
     save(tmp_path, 1)
-    (save(tmp_path, 2) / MANIFEST).write_text(content)
+    bad = save(tmp_path, 2)
+    (bad / MANIFEST).write_text(content)
 
+    with pytest.raises(
+        CheckpointError, match=r"step_00000002/manifest\.json is damaged: "
+    ) as caught:
+        read_manifest(bad)
+    assert "indices" not in str(caught.value)  # as Python would say of a list
     assert find_newest_checkpoint(tmp_path).step == 1
 
 
