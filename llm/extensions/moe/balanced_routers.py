@@ -113,7 +113,7 @@ class Routers(LoopExtension):
         self.scores: list[str | None] = [None] * len(layers)
         self._score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
         self._num_comparisons = 0  # steps, without skipped ones
-        self._has_warned = False
+        self._num_named_experts = 0  # idle experts of the last warning
         self.is_real_sample = torch.ones(0, dtype=torch.bool, device=device)
         self._hooks = [
             module.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
@@ -327,8 +327,7 @@ class Routers(LoopExtension):
             metrics["moe_z_loss"] = z_loss
         for tensor in (self._interval_load, self._interval_losses, self._interval_tokens):
             tensor.zero_()
-        if not self._has_warned:
-            self._warn_of_idle_experts()
+        self._warn_of_idle_experts()
         return metrics, f"load {metrics['moe_max_load']:.1f}x"
 
     def _relative_loads(self, loads: Tensor) -> Tensor:
@@ -341,11 +340,11 @@ class Routers(LoopExtension):
         return (self._relative_loads(loads) < IDLE_LOAD) & self._is_expert
 
     def _warn_of_idle_experts(self) -> None:
-        """Warn once if experts were idle for many steps."""
+        """Warn if experts were idle for many steps, and again whenever their number doubles."""
         idle_experts = (self._idle_steps >= IDLE_STEPS).nonzero().tolist()
-        if not idle_experts:
+        if len(idle_experts) < max(1, 2 * self._num_named_experts):
             return
-        self._has_warned = True
+        self._num_named_experts = len(idle_experts)
         row, expert = idle_experts[0]
         default_balancing = (
             "bias" if any(layer.bias is not None for layer in self._layers) else "loss"

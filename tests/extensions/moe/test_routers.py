@@ -286,7 +286,7 @@ def test_the_load_of_every_expert_is_an_event(caplog):
     assert values == {f"moe_max_load/{number}": max(table[number]) for number in (0, 1)}
 
 
-def test_experts_that_stay_idle_are_named_once(caplog):
+def test_idle_experts_are_named_again_when_their_number_doubles(caplog):
     model, routers = routers_of(glm4_moe(), router_balancing="none")
     for layer in find_expert_layers(model):
         layer.bias.add_(torch.tensor([1.0, 1.0, 0.0, 0.0]))
@@ -303,6 +303,13 @@ def test_experts_that_stay_idle_are_named_once(caplog):
         "layer 0; balance them with --router_balancing bias in a new run, or in this one with "
         "--change_on_resume."
     )
+    routers._idle_steps[0, 0] = 100
+    routers.metrics()
+    assert len(caplog.messages) == 1
+    routers._idle_steps += 100
+    routers.metrics()
+    routers.metrics()
+    assert [message.split(" had")[0] for message in caplog.messages] == ["4 experts", "8 experts"]
 
 
 @pytest.mark.parametrize(
