@@ -113,7 +113,7 @@ def test_a_missing_column_is_refused_with_a_list_of_those_with_text(tmp_path):
         ("a.csv", b"text\nnot \xff fine\n", r"a\.csv, line 2: byte 5 of the line is not UTF-8"),
         ("a.jsonl", "[" * 100_000 + "\n", "line 1: the brackets are nested too deep"),
         ("a.jsonl", '{"text": 1' + "0" * 5000 + "}\n", "line 1: the text is a value of type int"),
-        ("a.csv", "id,text\n1,a\n2\n", "line 3: there are 1 fields, but the header names 2"),
+        ("a.csv", "id,text\n1,a\n2\n", "line 3: the row has 1 field, but the header names 2"),
         ("a.csv", 'text\n"never closed\n', "line 2: malformed CSV"),
         ("a.csv", "\n", r"a\.csv has no column 'text'.*none at all"),
         ("a.parquet", "not parquet", r"a\.parquet cannot be read as Parquet"),

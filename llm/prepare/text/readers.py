@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from llm.errors import DataError, one_line
 from llm.prepare.text.blocks import MAX_DOCUMENT_BYTES, BadRecordPolicy, FileChunk, check_size
+from llm.runtime.logging import counted
 
 BATCH_CHARACTERS = 1 << 22
 BATCH_ROWS = 1 << 14
@@ -271,7 +272,10 @@ def _read_csv_texts(chunk: FileChunk) -> Iterator[str]:
             if len(fields) == len(header):
                 yield fields[column_index]
             elif fields:
-                message = f"there are {len(fields)} fields, but the header names {len(header)}."
+                message = (
+                    f"the row has {counted(len(fields), 'field')}, but the header names "
+                    f"{len(header):,}."
+                )
                 chunk.on_bad_record(chunk.make_line_error(reader.line_num, message))
     except csv.Error as error:
         raise chunk.make_line_error(reader.line_num, f"malformed CSV, {error}.") from error
