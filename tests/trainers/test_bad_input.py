@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import read_toml
 from llm.errors import ConfigError, LLMError
 from llm.trainers.gpt.extensions import GPTConfig
@@ -124,6 +125,12 @@ def test_two_ranks_print_a_tokenisation_error_of_one_rank_once(bench, tmp_path):
     assert_refused(
         bench, ranks=2, train_file=tmp_path / "rows.jsonl", words=["rows.jsonl", "line 51"]
     )
+
+
+def test_two_ranks_refuse_a_folder_in_use_with_one_error(bench):
+    folder = RunFolder(bench.folder / "busy")
+    with folder.lock():
+        assert_refused(bench, ranks=2, words=["busy is in use by process"], output_dir=folder.path)
 
 
 def test_a_folder_that_holds_another_run_is_left_as_it_is(bench):

@@ -87,8 +87,8 @@ def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     run = on_all_ranks(lambda: read_training(config, world, config_file=config_file))
     searches_batch_size = config.per_device_train_batch_size == "auto" and not run.resume_from
     model = on_all_ranks(lambda: make_model(run))
-    folder_lock = run.folder.lock() if world.is_main else contextlib.nullcontext()
-    with folder_lock:
+    with contextlib.ExitStack() as stack:
+        on_rank0(lambda: stack.enter_context(run.folder.lock()))
         repository = on_all_ranks(
             lambda: open_repository(run.config, run.folder.path) if world.is_main else None
         )
