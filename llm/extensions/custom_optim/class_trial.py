@@ -269,8 +269,7 @@ def _numbers_and_tensors(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
-        if isinstance(value, bool | int | float | Tensor)
-        and name not in ("found_inf", "grad_scale")
+        if isinstance(value, bool | int | float | Tensor) and name not in _SCALER_ATTRIBUTES
     }
 
 

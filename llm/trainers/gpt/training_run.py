@@ -276,7 +276,7 @@ def plan_training(
     for extension in run.extensions:
         schedule = extension.change_schedule(schedule, total_steps=batch_plan.total_steps)
     if schedule is not core_schedule:
-        schedule = partial(_checked_rate, schedule)
+        schedule = partial(_evaluate_schedule, schedule)
     for phase in batch_plan.phases:
         num_micro_batches, _ = batch_plan.micro_batch_shape(phase.first_step)
         check_micro_batches(
@@ -291,7 +291,7 @@ def plan_training(
     return batch_plan, skipped, schedule
 
 
-def _checked_rate(schedule: Schedule, step: int) -> float:
+def _evaluate_schedule(schedule: Schedule, step: int) -> float:
     """Return the learning rate of a schedule that extensions have changed.
 
     Args:
