@@ -380,8 +380,7 @@ def _check_shards(
     """Refuse shards without tokens, or a split that moves all of them to nanoGPT's `val.bin`."""
     num_documents = sum(shard.documents for shard in stats)
     if not num_documents:
-        num_empty = sum(shard.empty for shard in stats)
-        raise _no_tokens_error(sources, encoding, num_empty=num_empty)
+        raise _no_tokens_error(sources, stats, encoding)
     if output.nanogpt and output.num_validation(num_documents) == num_documents:
         raise DataError(
             f"--validation_split_percentage {output.validation_percentage:g} of {num_documents:,} "
@@ -389,17 +388,19 @@ def _check_shards(
         )
 
 
-def _no_tokens_error(sources: list[Source], encoding: Encoding, *, num_empty: int) -> LLMError:
+def _no_tokens_error(
+    sources: list[Source], stats: list[ShardStats], encoding: Encoding
+) -> LLMError:
     """Return the error for sources without tokens: no text, or a tokenizer that makes none of it.
 
     Args:
         sources: The sources; their text is read again.
+        stats: The shards, which count empty and skipped documents.
         encoding: How texts become ids.
-        num_empty: Number of documents without tokens.
     """
     names = list(dict.fromkeys(source.name for source in sources))
     subject = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
-    bad_record_policy = BadRecordPolicy("skip")
+    bad_record_policy = BadRecordPolicy("skip", max_warnings=0)  # the first reading has warned
     has_text = any(
         text for source in sources for batch in source.batches(bad_record_policy) for text in batch
     )
@@ -408,8 +409,10 @@ def _no_tokens_error(sources: list[Source], encoding: Encoding, *, num_empty: in
             f"{subject} text, but the tokenizer {encoding.tokenizer.name} makes no token of "
             f"it; check its vocabulary, which has {encoding.tokenizer.size:,} tokens."
         )
-    reason = f": {num_empty:,} documents are empty" if num_empty else ""
-    return DataError(f"{subject} no text{reason}.")
+    num_empty = sum(shard.empty for shard in stats)
+    num_skipped = sum(shard.skipped for shard in stats)
+    reason = f": {num_empty:,} empty and {num_skipped:,} skipped documents"
+    return DataError(f"{subject} no text{reason if num_empty or num_skipped else ''}.")
 
 
 def _make_file_provenance(

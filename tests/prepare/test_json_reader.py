@@ -70,7 +70,11 @@ def test_records_do_not_depend_on_chunk_and_block_sizes(tmp_path, monkeypatch, n
             "the record has no key 'text', only 'body', 'id'; mend the line",
         ),
         ("{}", "the record has no key 'text', only none at all"),
-        ('{"text": 5}', "the text is a value of type int, not a string"),
+        (
+            '{"text": 5}',
+            "the text is a value of type int, not a string; mend it, or choose another "
+            r"--text_column\. To skip it, prepare the text with --on_error skip\.",
+        ),
         ('{"text": ["b"]}', "the text is a value of type list"),
         ('"text"', "a record must be a JSON object"),
         ('{"text": "\\udc00"}', "the text holds a lone surrogate"),

@@ -205,7 +205,7 @@ def test_a_bad_record_stops_the_preparation_or_is_counted(tmp_path, monkeypatch,
     assert prepare(*argv) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "error: a.jsonl, line 3: the record has no key 'text', only 'body'; mend the line, or "
-        "prepare the file with another --text_column or with --on_error skip."
+        "choose another --text_column. To skip it, prepare the text with --on_error skip."
     )
     assert not list(tmp_path.glob("wiki_text_document.*[!s]"))
 
@@ -213,6 +213,24 @@ def test_a_bad_record_stops_the_preparation_or_is_counted(tmp_path, monkeypatch,
     sidecar = read_sidecar(tmp_path / "wiki_text_document")
     assert (sidecar.documents, sidecar.empty_documents, sidecar.skipped_documents) == (3, 1, 4)
     assert "1 empty and 4 skipped documents" in capsys.readouterr().out
+
+
+def test_a_file_of_bad_lines_is_refused_with_the_number_of_skipped_ones(tmp_path, capsys):
+    write(tmp_path / "a.jsonl", '{"body": "x"}\n{"text": 5}\n{"text"\n{"text": ""}\n')
+    argv = ["--input", "a.jsonl", "--output_prefix", "wiki", "--workers", 1]
+
+    assert prepare(*argv, "--on_error", "skip") == 2
+
+    output = capsys.readouterr()
+    assert output.out.splitlines() == [
+        "skipped: a.jsonl, line 1: the record has no key 'text', only 'body'; mend the line, or "
+        "choose another --text_column.",
+        "skipped: a.jsonl, line 2: the text is a value of type int, not a string; mend it, or "
+        "choose another --text_column.",
+        "skipped: a.jsonl, line 3: malformed JSON, Expecting ':' delimiter (column 8); mend the "
+        "line.",
+    ]
+    assert output.err == "error: a.jsonl holds no text: 1 empty and 3 skipped documents.\n"
 
 
 def test_each_input_may_have_an_output_of_its_own_name(tmp_path, capsys):

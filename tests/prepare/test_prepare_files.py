@@ -252,11 +252,11 @@ def test_an_existing_last_output_is_refused_before_the_first_is_written(tmp_path
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([ListSource(["", ""], name="a")], "a holds no text: 2 documents are empty"),
+        ([ListSource(["", ""], name="a")], "a holds no text: 2 empty and 0 skipped documents"),
         ([ListSource([], name="a")], r"a holds no text\.$"),
         (
             [ListSource([""], name="a"), ListSource([""], name="a"), ListSource([""], name="b")],
-            "a and 1 more hold no text: 3 documents are empty",
+            "a and 1 more hold no text: 3 empty and 0 skipped documents",
         ),
     ],
 )

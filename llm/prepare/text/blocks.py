@@ -26,24 +26,30 @@ class BadRecordPolicy:
     """What to do with records that cannot be used.
 
     Attributes:
-        on_error: `stop` raises the first one; `skip` counts them and logs the first three.
+        on_error: `stop` raises the first one; `skip` counts them and logs the first few.
+        max_warnings: Number of skipped records to log.
         skipped: Number of records that were skipped.
     """
 
-    def __init__(self, on_error: Literal["stop", "skip"] = "stop") -> None:
+    def __init__(
+        self, on_error: Literal["stop", "skip"] = "stop", *, max_warnings: int = 3
+    ) -> None:
         self.skipped = 0
         self.on_error = on_error
+        self.max_warnings = max_warnings
 
     def __call__(self, error: DataError) -> None:
-        """Raise the error, or count it.
+        """Raise the error with the option that skips the record, or count it.
 
         Raises:
-            DataError: The one given.
+            DataError: The record cannot be used, and `on_error` is `stop`.
         """
         if self.on_error == "stop":
-            raise error
+            raise DataError(
+                f"{error} To skip it, prepare the text with --on_error skip."
+            ) from error
         self.skipped += 1
-        if self.skipped <= 3:
+        if self.skipped <= self.max_warnings:
             logger.warning(f"skipped: {error}")
 
 

@@ -123,8 +123,8 @@ def _extract_text(record: Any, column: str) -> str:
     if column not in record:
         keys = ", ".join(map(repr, record)) or "none at all"
         raise DataError(
-            f"the record has no key {column!r}, only {keys}; mend the line, or prepare "
-            "the file with another --text_column or with --on_error skip."
+            f"the record has no key {column!r}, only {keys}; mend the line, or choose another "
+            "--text_column."
         )
     return check_text(record[column])
 
@@ -136,8 +136,7 @@ def _parse_line(raw_line: bytes) -> Any:
         raise DataError(describe_decode_error(error)) from error
     except json.JSONDecodeError as error:
         raise DataError(
-            f"malformed JSON, {error.msg} (column {error.colno}); mend the line, or prepare the "
-            "file with --on_error skip."
+            f"malformed JSON, {error.msg} (column {error.colno}); mend the line."
         ) from error
 
 

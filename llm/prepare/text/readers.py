@@ -33,7 +33,10 @@ def check_text(value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"the text is a value of type {type(value).__name__}, not a string.")
+        raise DataError(
+            f"the text is a value of type {type(value).__name__}, not a string; mend it, or choose "
+            "another --text_column."
+        )
     num_bytes = len(value)
     if not value.isascii():
         try:
