@@ -50,7 +50,7 @@ from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source, check_sources_unchanged
 from llm.prepare.tokenize_shards import Cluster, tokenize_shards
 from llm.runtime.claims import Claim
-from llm.runtime.files import try_lock, write_whole
+from llm.runtime.files import try_lock, undo_mkdir_on_error, write_whole
 from llm.runtime.logging import counted
 
 _SHARD_FOLDER_NAMES = re.compile(
@@ -198,8 +198,7 @@ class _OutputWriter:
 
     def write_all(self) -> None:
         """Write all shards, and join them."""
-        self._folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock_output(self.output):
+        with undo_mkdir_on_error(self._folder.parent), _lock_output(self.output):
             num_done = _prepare_folder(self.output, self._provenance, len(self._sources))
             try:
                 self._finish_output(is_resumed=num_done > 0)

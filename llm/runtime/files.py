@@ -57,6 +57,24 @@ def write_whole(path: Path, content: str | bytes, *, survives_power_cut: bool = 
 
 
 @contextlib.contextmanager
+def undo_mkdir_on_error(folder: Path) -> Iterator[None]:
+    """Make a folder and its parents; if the context raises, remove new ones that are empty.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # another program has written there
+            for path in new_folders:
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Yield a folder for temporary files, which exists for the context.
 

@@ -266,6 +266,16 @@ def test_an_empty_text_is_refused(tmp_path, sources, message):
     assert names(tmp_path) == []
 
 
+def test_a_refused_text_leaves_no_new_folder_for_the_output(tmp_path):
+    (tmp_path / "data").mkdir()
+
+    with pytest.raises(DataError, match="a holds no text"):
+        prepare(tmp_path / "data" / "new" / "deep" / "wiki", [ListSource([""], name="a")])
+
+    assert names(tmp_path) == ["data"]
+    assert names(tmp_path / "data") == []
+
+
 def test_a_tokenizer_without_tokens_is_not_reported_as_empty_documents(tmp_path):
     tokenizer = replace(byte_tokenizer(), encode_slow=lambda text: [], name="none.json", size=0)
 

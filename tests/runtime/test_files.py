@@ -8,7 +8,13 @@ import tempfile
 import pytest
 
 from llm.runtime import files
-from llm.runtime.files import sync_file, sync_folder, temporary_folder, write_whole
+from llm.runtime.files import (
+    sync_file,
+    sync_folder,
+    temporary_folder,
+    undo_mkdir_on_error,
+    write_whole,
+)
 
 
 class Refuses:
@@ -87,6 +93,33 @@ def fill_temporary_folder() -> None:
     with temporary_folder(), open("/dev/full", "w") as file:
         file.write("text")
         file.flush()
+
+
+def test_an_error_removes_new_folders(tmp_path):
+    (tmp_path / "old").mkdir()
+
+    with pytest.raises(ZeroDivisionError), undo_mkdir_on_error(tmp_path / "old" / "new" / "deep"):
+        raise ZeroDivisionError
+
+    assert os.listdir(tmp_path) == ["old"]
+    assert os.listdir(tmp_path / "old") == []
+
+
+def test_an_error_removes_neither_old_folders_nor_new_ones_with_files(tmp_path):
+    (tmp_path / "old").mkdir()
+
+    def write_and_fail(folder):
+        with undo_mkdir_on_error(folder):
+            (tmp_path / "new" / "file").touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail(tmp_path / "new" / "deep")
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail(tmp_path / "old")
+
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+    assert os.listdir(tmp_path / "new") == ["file"]
 
 
 def test_a_full_folder_for_temporary_files_is_named():
