@@ -195,12 +195,12 @@ def _check_options(options: CheckpointsOptions, *, is_average: bool) -> None:
 def _locate_folders(path: Path) -> tuple[Path, Path]:
     """Return the run folder and its checkpoints folder, which need not exist."""
     if not path.is_dir():
-        raise ConfigError(f"--run {path} is not a folder; name the folder of a run.")
+        raise ConfigError(f"RUN {path} is not a folder; name the folder of a run.")
     if (path / "checkpoints").is_dir() or (path / "config.toml").is_file():
         return path, path / "checkpoints"
     if path.resolve().name == "checkpoints" or list_checkpoint_folders(path):
         return path.resolve().parent, path
-    raise ConfigError(f"--run {path} holds no run: neither config.toml nor checkpoints.")
+    raise ConfigError(f"RUN {path} holds no run: neither config.toml nor checkpoints.")
 
 
 def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:

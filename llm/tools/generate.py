@@ -199,17 +199,17 @@ def _open_model(options: GenerateOptions) -> "Model":
         )
     path = Path(options.run)
     if not path.is_dir():
-        raise ConfigError(f"--run {path} is not a folder; name the folder of a run or of a model.")
+        raise ConfigError(f"RUN {path} is not a folder; name the folder of a run or of a model.")
     limit_spin_wait()
     if (path / MANIFEST).is_file():
         if options.checkpoint is not None:
-            raise ConfigError(f"--run {path} is a checkpoint already; leave out --checkpoint.")
+            raise ConfigError(f"RUN {path} is a checkpoint already; leave out --checkpoint.")
         return _open_checkpoint(path.resolve().parent.parent, str(path), options)
     if options.checkpoint is None and _holds_model(path):
         return _open_export(path, trust_remote_code=options.trust_remote_code)
     if not ((path / "config.toml").is_file() or (path / "checkpoints").is_dir()):
         raise ConfigError(
-            f"--run {path} holds neither a run (config.toml, checkpoints) nor a model "
+            f"RUN {path} holds neither a run (config.toml, checkpoints) nor a model "
             "(config.json and weights)."
         )
     return _open_checkpoint(path, options.checkpoint or "latest", options)

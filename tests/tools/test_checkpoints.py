@@ -172,8 +172,8 @@ def test_a_run_without_checkpoints_is_not_an_error(tmp_path, capsys):
     ("words", "said"),
     [
         ([], "No run is named: give its folder first"),
-        (["{}/missing"], "--run {}/missing is not a folder"),
-        (["{}"], "--run {} holds no run"),
+        (["{}/missing"], "RUN {}/missing is not a folder"),
+        (["{}"], "RUN {} holds no run"),
         (["{}/run", "--export", "30"], "--export expects a step and a folder"),
         (["{}/run", "--verify", "--export", "30", "x"], "leave out --verify"),
         (["{}/run", "--export_dtype", "bf16"], "--export_dtype needs --export"),

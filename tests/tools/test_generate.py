@@ -219,9 +219,9 @@ def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, cap
     ("words", "said"),
     [
         ([], "No model is named"),
-        (["{}/nowhere"], "is not a folder"),
+        (["{}/nowhere"], "error: RUN {}/nowhere is not a folder"),
         (["{}/tensorboard"], "is not a folder"),
-        (["{}/checkpoints"], "holds neither a run"),
+        (["{}/checkpoints"], "error: RUN {}/checkpoints holds neither a run"),
         (["{}", "--checkpoint", "5"], "--checkpoint 5 names no checkpoint of"),
         (["{}/checkpoints/step_00000002", "--checkpoint", "4"], "is a checkpoint already"),
         (["{}", "--top_p", "0"], "--top_p must be greater than 0"),
@@ -236,7 +236,7 @@ def test_invalid_options_are_refused_in_one_sentence(trained, capsys, words, sai
     assert main([word.format(trained) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err
+    assert said.format(trained) in captured.err
     assert captured.err.startswith("error: ")
 
 

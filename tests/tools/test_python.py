@@ -158,7 +158,7 @@ def test_refusals_of_inputs_are_raised_and_write_nothing(bench, capfd):
             llm.train(num_processes=num_processes, **options_of(bench, "x"))
     with pytest.raises(ProgramError, match="help is not an option of a function"):
         llm.plan(help=True)
-    with pytest.raises(ProgramError, match=r"--run .*x is not a folder"):
+    with pytest.raises(ProgramError, match=r"^RUN .*x is not a folder"):
         llm.generate(bench.folder / "x")
     with pytest.raises(CheckpointError, match="has no model: it has neither finished nor saved"):
         llm.Run(bench.folder / "x").model()
