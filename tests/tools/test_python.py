@@ -89,6 +89,15 @@ def test_options_become_the_words_of_a_command():
     ]
 
 
+def test_a_class_instead_of_its_name_is_refused():
+    message = (
+        "optimizer does not take the class Lion itself; give its name, such as "
+        'optimizer="package.module:Lion".'
+    )
+    with pytest.raises(ProgramError, match=f"^{re.escape(message)}$"):
+        llm.train(optimizer=type("Lion", (), {}))
+
+
 def test_a_run_from_python_has_the_bits_and_the_metrics_of_the_command(bench, capfd):
     command = bench.train_well("command", **SHORT)
 

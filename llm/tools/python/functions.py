@@ -134,13 +134,18 @@ def to_arguments(options: dict[str, OptionValue]) -> list[str]:
     """Return options as arguments of a command line.
 
     Raises:
-        ProgramError: `help` is not an option.
+        ProgramError: `help` is not an option, or a value is a class.
     """
     arguments: list[str] = []
     for name, value in options.items():
         if name in ("h", "help"):
             raise ProgramError(
                 f"{name} is not an option of a function; llm-trainers PROGRAM --help lists them."
+            )
+        if isinstance(value, type):
+            raise ProgramError(
+                f"{name} does not take the class {value.__qualname__} itself; give its name, such "
+                f'as {name}="package.module:{value.__qualname__}".'
             )
         if value is True:
             arguments.append(f"--{name}")
