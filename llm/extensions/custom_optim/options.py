@@ -1,8 +1,9 @@
 """The extension of optimizers by name."""
 
+import json
 from typing import TYPE_CHECKING
 
-from llm.config.options import names_class
+from llm.config.options import names_class, non_default
 from llm.errors import ConfigError
 from llm.extensions.custom_optim.class_settings import (
     CustomOptimizerOptions,
@@ -34,6 +35,16 @@ class CustomOptimizerExtension(Extension[CustomOptimizerOptions]):
             parse_optimizer_kwargs(options.optimizer_kwargs)
         except ConfigError as error:
             problems.append(str(error))
+        core_arguments = {
+            name: value
+            for name, value in non_default(options).items()
+            if name in ("momentum", "betas", "eps")
+        }
+        if core_arguments:  # which the core's rules refuse
+            problems.append(
+                f"Arguments of the class {options.optimizer} are set with --optimizer_kwargs, such "
+                f"as '{json.dumps(core_arguments)}'."
+            )
         if options.per_device_train_batch_size == "auto":
             problems.append(
                 "--per_device_train_batch_size auto would not measure the state of --optimizer "

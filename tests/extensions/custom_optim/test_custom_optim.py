@@ -14,6 +14,7 @@ from llm.extensions.custom_optim.class_optimizer import ClassOptimizer
 from llm.extensions.custom_optim.class_trial import try_class
 from llm.extensions.custom_optim.import_class import find_version, import_optimizer
 from llm.extensions.custom_optim.options import CustomOptimizerExtension
+from llm.trainers.gpt.config import check_config
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 from tests.extensions.custom_optim.classes import Counting
@@ -248,6 +249,25 @@ def test_lists_of_the_arguments_become_tuples():
         optimizer="torch.optim:Adamax", optimizer_kwargs=json.dumps({"betas": [0.8, 0.9]})
     )
     assert import_optimizer(options).arguments == {"betas": (0.8, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"momentum": 0.9}, '{"momentum": 0.9}'),
+        ({"betas": (0.9, 0.98), "eps": 1e-6}, '{"betas": [0.9, 0.98], "eps": 1e-06}'),
+    ],
+)
+def test_an_option_of_other_optimizers_is_refused_with_the_one_of_classes(options, arguments):
+    config = GPTConfig(optimizer="torch.optim:SGD", **options)
+    with pytest.raises(ConfigError) as caught:
+        check_config(config)
+    for name in options:
+        assert f"--{name} " in str(caught.value)
+    assert (
+        "Arguments of the class torch.optim:SGD are set with --optimizer_kwargs, such as "
+        f"'{arguments}'." in str(caught.value)
+    )
 
 
 def test_arguments_without_a_class_are_refused():
