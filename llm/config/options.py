@@ -72,6 +72,7 @@ class Option:
         resume: Whether a resumed run may change it; by default as its class says.
         one_shot: Whether it applies to a single start, so that `to_toml` leaves it out.
         path: Whether a string can name a file or folder.
+        json: Whether a string is a JSON object; a TOML file may also have it as a table.
         needs_validation: Whether a training needs validation data for it.
         widens_trust: Whether it lets code from elsewhere run. A program that reads a run's folder
             ignores it in the folder's `config.toml`, see `restricted_options`.
@@ -97,6 +98,7 @@ class Option:
     resume: Resume | None = None
     one_shot: bool = False
     path: bool = False
+    json: bool = False
     needs_validation: bool = False
     widens_trust: bool = False
     requires: tuple[str, ...] = ()
@@ -261,7 +263,7 @@ class Field:
             bool: "true or false",
             int: "an integer",
             float: "a number",
-            str: "a string",
+            str: "a string or a table" if self.option.json else "a string",
             Tokens: "a number of tokens such as 500M or 20B",
         }
         return description_by_type.get(value_type, f"a table [[{self.name}]] of the TOML file")

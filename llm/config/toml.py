@@ -133,6 +133,8 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
         raise ConfigError(f"{location} has a number of more than {_MAX_INTEGER_BITS} bits.")
     if field.is_list:
         return _convert_items(field, value, location=location)
+    if field.option.json and isinstance(value, dict):
+        return _convert_table_to_json(value, location=location)
     for value_type in field.members:
         if dataclasses.is_dataclass(value_type) and isinstance(value, dict):
             return value_type(**_read_table(value_type, value, location=location))
@@ -147,6 +149,20 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
         if type(value) is value_type and (type(value) is not str or field.allows_text(value)):
             return value
     raise ConfigError(f"{location} {bad_value_message(field, value)}")
+
+
+def _convert_table_to_json(table: dict[str, Any], *, location: str) -> str:
+    """Return a table as JSON.
+
+    Raises:
+        ConfigError: It has a date or a time, which JSON does not have.
+    """
+    try:
+        return json.dumps(table)
+    except TypeError:
+        raise ConfigError(
+            f"{location} has a date or a time, which JSON does not have; write it as a string."
+        ) from None
 
 
 def _convert_items(field: Field, value: Any, *, location: str) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ class Room:
 class House:
     rooms: tuple[Room, ...] = option((), "Tables [[rooms]].", group="House")
     name: str = option("home", "Name.", group="House")
+    colors: str | None = option(None, "JSON.", group="House", json=True)
 
 
 def read(folder: Path, text: str, *words: str) -> House:
@@ -56,6 +57,15 @@ def test_tables_are_recorded_and_read_back(tmp_path):
     assert read(tmp_path, to_toml(House())) == House()
 
 
+def test_a_table_for_an_option_in_json_is_its_string(tmp_path):
+    house = House(colors='{"walls": ["red", 0.5], "door": {"open": true}}')
+    text = 'colors = { walls = ["red", 0.5], door = { open = true } }'
+    assert read(tmp_path, text) == house
+    assert read(tmp_path, '[colors]\nwalls = ["red", 0.5]\ndoor.open = true') == house
+    assert read(tmp_path, to_toml(house)) == house
+    assert to_toml(read(tmp_path, text)) == to_toml(house)
+
+
 def test_the_paths_in_tables_are_paths_of_their_option():
     assert path_options(House(rooms=ROOMS)) == [("rooms", "a"), ("rooms", "b"), ("rooms", "c")]
     assert "- **`rooms`**: Tables [[rooms]]." in option_list(House)
@@ -73,6 +83,9 @@ def test_as_a_flag_tables_can_only_be_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("colors = 5", ["house.toml: colors expects a string or a table, not 5"]),
+        ("colors = { day = 2026-11-29 }", ["house.toml: colors has a date or a time, which JSON"]),
+        ("name = { first = 1 }", ["house.toml: name expects a string, not {'first': 1}"]),
         ("rooms = 5", ["house.toml: rooms expects a table [[rooms]]", "not 5"]),
         (
             "[[rooms]]\nuntilx = 5",

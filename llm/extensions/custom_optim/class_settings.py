@@ -28,6 +28,7 @@ class CustomOptimizerOptions(CoreConfig):
     optimizer_kwargs: str | None = option(
         None,
         "Further arguments of the optimizer's class as JSON, such as '{\"beta\": 0.9}'.",
+        json=True,
     )
     optimizer_input: Literal["shards", "matrices"] | None = option(
         None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llm.config.toml import read_toml
 from llm.errors import ConfigError
 from llm.extensions.custom_optim.class_optimizer import ClassOptimizer
 from llm.extensions.custom_optim.class_trial import try_class
@@ -249,6 +250,12 @@ def test_lists_of_the_arguments_become_tuples():
         optimizer="torch.optim:Adamax", optimizer_kwargs=json.dumps({"betas": [0.8, 0.9]})
     )
     assert import_optimizer(options).arguments == {"betas": (0.8, 0.9)}
+
+
+def test_a_table_of_a_file_has_the_arguments_of_the_json(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("optimizer_kwargs = { betas = [0.9, 0.98] }")
+    assert read_toml(GPTConfig, file) == {"optimizer_kwargs": '{"betas": [0.9, 0.98]}'}
 
 
 @pytest.mark.parametrize(
