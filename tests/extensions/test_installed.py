@@ -151,6 +151,66 @@ def test_a_learning_rate_that_cannot_be_is_refused(bench, server, tmp_path, rate
     assert f"error: The learning rate after 0 steps is {rate}, as an extension has" in output
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "sentence"),
+    [
+        (
+            "problems-text",
+            "It.find_problems = lambda self: 'one'",
+            "llm_wrong:It returns a value of the type str from find_problems; let it return a list",
+        ),
+        (
+            "problems-none",
+            "It.find_problems = lambda self: None",
+            "llm_wrong:It returns a value of the type NoneType from find_problems; let it return",
+        ),
+        (
+            "problems-numbers",
+            "It.find_problems = lambda self: [1]",
+            "llm_wrong:It returns a value of the type list from find_problems; let it return a "
+            "list of strings, a sentence for each problem.",
+        ),
+        (
+            "schedule-none",
+            "It.change_schedule = lambda *_, **__: None",
+            "llm_wrong:It returns a value of the type NoneType from change_schedule; let it "
+            "return a function from steps done to a learning rate",
+        ),
+        (
+            "metrics-none",
+            "Loop.metrics = lambda self: None",
+            "llm_wrong:Loop returns a value of the type NoneType from metrics; let it return a "
+            "dictionary of values and a string",
+        ),
+        (
+            "metrics-values",
+            "Loop.metrics = lambda self: {'a': 1.0, 'b': 2.0}",
+            "llm_wrong:Loop returns a value of the type dict from metrics; let it return a",
+        ),
+    ],
+)
+def test_a_hook_that_returns_the_wrong_type_is_refused_with_its_extension(
+    bench, server, tmp_path, name, code, sentence
+):
+    loop = """
+from llm.trainers.gpt.seams import LoopExtension
+
+class Loop(LoopExtension):
+    pass
+
+It.make_loop_extension = lambda self, context: Loop()
+"""
+    package = package_of_one_option("llm-wrong", "number", code=f"{loop}\n{code}")
+
+    codes, output = server.run(
+        install(package, tmp_path), bench.command(name, number=1, max_train_steps=1)
+    )
+
+    assert codes == [2], output
+    assert f"error: The extension {sentence}" in output
+    assert "Traceback" not in output
+
+
 def test_a_resume_names_a_package_that_is_missing_or_has_changed(bench, server, site, tmp_path):
     options = {"checkpointing_steps": 1, "max_train_steps": 2}
     longer = {**options, "max_train_steps": 2, "resume_from_checkpoint": True}

@@ -13,7 +13,7 @@ rules run before torch is imported, so a command that cannot work is refused at 
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -205,6 +205,11 @@ def extensions_in_use(config: CoreConfig) -> tuple[type[Any], ...]:
     return tuple(extension for extension in config.EXTENSIONS if extension.package in packages)
 
 
+def extension_name(cls: type[Any]) -> str:
+    """Return the name of a class of an extension in messages, as `package.module:Class`."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 def read_preset_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the options set by the preset.
 
@@ -307,9 +312,22 @@ def find_planned_run_problems(config: CoreConfig) -> list[str]:
         *(
             problem
             for extension in extensions_in_use(config)
-            for problem in extension(config).find_problems()
+            for problem in _find_extension_problems(extension, config)
         ),
         *missing_requirements(config),
+    ]
+
+
+def _find_extension_problems(extension: type[Any], config: CoreConfig) -> Sequence[str]:
+    """Return the problems that an extension finds; the only one if it returns something else."""
+    problems: Sequence[str] = extension(config).find_problems()
+    is_sequence = isinstance(problems, list | tuple)
+    if is_sequence and all(isinstance(problem, str) for problem in problems):
+        return problems
+    return [
+        f"The extension {extension_name(extension)} returns a value of the type "
+        f"{type(problems).__name__} from find_problems; let it return a list of strings, a "
+        "sentence for each problem."
     ]
 
 

@@ -10,7 +10,7 @@ from llm.checkpoint.format import Stateful, TrainState
 from llm.checkpoint.save import Saver
 from llm.config.duration import Duration
 from llm.data.loader import StepBatch, TrainLoader
-from llm.errors import DivergedError
+from llm.errors import ConfigError, DivergedError
 from llm.metrics.energy import EnergyCounter
 from llm.metrics.meter import Meter
 from llm.metrics.rank_times import RankTimes
@@ -21,6 +21,7 @@ from llm.runtime.logging import event
 from llm.runtime.rng import seed_step
 from llm.runtime.signals import Interruption, SaveTimer, StopRequest
 from llm.trainers.gpt.commands import inspect_command
+from llm.trainers.gpt.config import extension_name
 from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
 from llm.trainers.gpt.training_run import TrainingRun, make_checkpoint_metadata
@@ -333,7 +334,7 @@ class Trainer:
         self.meter.all_reduce(self.strategy.reduce_sum)
         values = self.meter.read()  # only here does the host wait for the device
         self.train_loss = values["loss"]
-        extension_metrics = [extension.metrics() for extension in self.extensions]
+        extension_metrics = [_read_metrics(extension) for extension in self.extensions]
         state = self.state
         self.report_steps()
         rank_times = {} if self.rank_times is None else self.compare_ranks(self.rank_times)
@@ -471,3 +472,20 @@ class Trainer:
             columns.append(f"ms per step: {1000 * seconds / num_steps:.1f}")
         self.last_eval_step, self.last_eval_seconds = state.step, state.seconds
         return [*columns, f"total train time: {state.seconds:.1f} s"]
+
+
+def _read_metrics(extension: LoopExtension) -> tuple[Mapping[str, float], str]:
+    """Return the metrics of an extension.
+
+    Raises:
+        ConfigError: They are not a dictionary and a column.
+    """
+    match extension.metrics():
+        case (Mapping() as values, str() as column):
+            return values, column
+        case result:
+            raise ConfigError(
+                f"The extension {extension_name(type(extension))} returns a value of the "
+                f"type {type(result).__name__} from metrics; let it return a dictionary of values "
+                "and a string, the column for the log."
+            )

@@ -23,7 +23,7 @@ from llm.optim.schedule import Schedule, make_schedule
 from llm.parallel.pipeline.pipeline_schedule import check_micro_batches
 from llm.tokenizers.load_tokenizer import compute_fingerprint
 from llm.trainers.gpt.branch import Branch
-from llm.trainers.gpt.config import CoreConfig, packages_in_use
+from llm.trainers.gpt.config import CoreConfig, extension_name, packages_in_use
 from llm.trainers.gpt.recorded_options import make_options_record
 from llm.trainers.gpt.seams import Run
 
@@ -275,6 +275,12 @@ def plan_training(
     core_schedule = schedule
     for extension in run.extensions:
         schedule = extension.change_schedule(schedule, total_steps=batch_plan.total_steps)
+        if not callable(schedule):
+            raise ConfigError(
+                f"The extension {extension_name(type(extension))} returns a value of the "
+                f"type {type(schedule).__name__} from change_schedule; let it return a function "
+                "from steps done to a learning rate, such as the given one."
+            )
     if schedule is not core_schedule:
         schedule = partial(_evaluate_schedule, schedule)
     for phase in batch_plan.phases:
