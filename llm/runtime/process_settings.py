@@ -1,4 +1,4 @@
-"""Settings of the process: memory allocators, idle threads, open files, deterministic kernels."""
+"""Settings of the process: allocators, idle threads, open files, deterministic kernels, its end."""
 
 import atexit
 import contextlib
@@ -29,6 +29,33 @@ _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _NUM_LOAD_SAMPLES, _LOAD_SAMPLE_SECONDS = 5, 0.01
 
 logger = logging.getLogger("llm")
+
+
+class ProcessEnd:
+    """Ends the process after the exit handlers, before the interpreter frees its objects.
+
+    A thread of gloo may have to free the last tensor that it has sent, which takes the lock of the
+    interpreter. While the interpreter shuts down, this aborts the process, with another exit code.
+    And a thread that is joined while the lock is held never ends.
+
+    Make it before other libraries are imported: exit handlers run in reverse order.
+
+    Attributes:
+        exit_code: The exit code; None, and the interpreter frees its objects as usual.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if self.exit_code is None:
+            return
+        logging.shutdown()  # its own handler comes later
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, missing
+                stream.flush()
+        os._exit(self.exit_code)
 
 
 def restart_with_kept_memory() -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
@@ -17,7 +16,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.config.toml import read_toml
 from llm.trainers.gpt.extensions import GPTConfig
 from tests.support.faults import Fault
-from tests.support.ranks import run_ranks, values
+from tests.support.ranks import run_ranks
 from tests.support.training import NO_DROPOUT, Bench, Run
 
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
@@ -314,19 +313,3 @@ def _break_down(argv: list[str]) -> int:
 
     loop.Trainer.train_step = fall
     return main.main(argv)
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
-def test_no_thread_of_a_process_group_is_left_when_a_rank_ends(bench):
-    arguments = bench.command("threads", max_train_steps=2)
-    for code, threads in values(run_ranks(_train_and_list_threads, 2, arguments)):
-        assert code == 0
-        assert threads
-        assert not [thread for thread in threads if "gloo" in thread]
-
-
-def _train_and_list_threads(argv: list[str]) -> tuple[int, list[str]]:
-    from llm.trainers.gpt.main import main
-
-    code = main(argv)
-    return code, [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

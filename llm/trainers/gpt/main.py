@@ -11,7 +11,6 @@ shell.
 import contextlib
 import dataclasses
 import faulthandler
-import gc
 import logging
 import os
 import sys
@@ -27,6 +26,7 @@ from llm.runtime.agreement import is_shared, leave_together
 from llm.runtime.health import EXIT_PEER_LOST
 from llm.runtime.logging import quiet_libraries, set_up_logging
 from llm.runtime.process_settings import (
+    ProcessEnd,
     deterministic_kernels,
     expand_segments,
     limit_spin_wait,
@@ -51,10 +51,14 @@ logger = logging.getLogger("llm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trainer and return the exit code."""
     escape_unencodable_output()
+    process_end = ProcessEnd() if argv is None else None
     try:
-        return _run_and_log_errors(argv)
+        exit_code = _run_and_log_errors(argv)
     finally:
         flush_output()  # otherwise a full disk behind it would replace the exit code
+    if process_end is not None:
+        process_end.exit_code = exit_code
+    return exit_code
 
 
 def _run_and_log_errors(argv: Sequence[str] | None) -> int:
@@ -185,14 +189,8 @@ def run(config: "GPTConfig", world: World, *, config_file: Path | None) -> int:
     from llm.trainers.gpt.train import evaluate, train
 
     deterministic = deterministic_kernels() if config.deterministic else contextlib.nullcontext()
-    exit_code = 0
     with explain_out_of_memory(config, world), deterministic:
-        if config.eval_only:
-            evaluate(config, world)
-        else:
-            exit_code = train(config, world, config_file=config_file)
-    if world.world_size > 1:
-        # Reference cycles still hold the process groups. Their threads must end before the
-        # interpreter shuts down: from then on, a thread of gloo that needs its lock aborts.
-        gc.collect()
-    return exit_code
+        if not config.eval_only:
+            return train(config, world, config_file=config_file)
+        evaluate(config, world)
+    return 0
