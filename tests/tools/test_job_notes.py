@@ -150,7 +150,9 @@ def test_a_job_with_token_files_is_written_in_the_shell_of_a_rank(tmp_path, monk
     web = str(write_pair(tmp_path / "web", [[1] * 6401]))
     trainer = ["--model_name_or_path", "gpt2", "--block_size", "64", "--output_dir", "runs/a"]
     trainer += ["--split", "1,0,0", "--max_epochs", "4", "--data_path", web]
-    write(capsys, "slurm", trainer=[*trainer, "--max_duration", "25600 tokens"])
+    script, said = write(capsys, "slurm", trainer=[*trainer, "--max_duration", "25600 tokens"])
+    assert f"--data_path {web}" in script
+    assert "waits for rank" not in said
 
 
 @pytest.mark.parametrize("program", [[], ["prepare"]], ids=["a run", "a preparation"])
