@@ -46,8 +46,9 @@ def test_time_counts_after_the_warm_up_and_the_program_is_killed_then(tmp_path):
     timed = time_program(program(tmp_path, source), period, limit=60)
     assert timed.steps in (50, 100)  # 100, unless the machine is so busy that 50 take 0.8 s
     assert timed.ms * timed.steps >= 800
-    assert 10 <= timed.ms < 40  # the steps before take 80
-    assert 10 <= timed.ms_median < 40
+    # A step takes 10 ms, or less if lines are read late; the steps before take 80.
+    assert 5 <= timed.ms < 40
+    assert 5 <= timed.ms_median < 40
     assert timed.first_line > 0.8
     assert timed.allocated == 1020 + timed.steps
 

@@ -180,6 +180,9 @@ def _fit_vocabulary(text_config: PreTrainedConfig, vocab_size: int) -> None:
             text_config.vocab_size,
             vocab_size,
         )
+    head_size = getattr(text_config, "unpadded_vocab_size", None)  # of Inkling
+    if head_size is not None and not vocab_size <= head_size <= text_config.vocab_size:
+        text_config.unpadded_vocab_size = text_config.vocab_size
     pad_token_id = getattr(text_config, "pad_token_id", None)
     if pad_token_id is not None and pad_token_id >= text_config.vocab_size:
         text_config.pad_token_id = None  # of another tokenizer; the library's embedding refuses it

@@ -11,8 +11,9 @@ from llm.models.loss import LanguageModelLoss
 from llm.models.patches.gelu import FusedTanhGELU
 from llm.models.sampling import sample_text
 from llm.models.sizes import parameter_counts
+from tests.extensions.moe.families import family_config
 from tests.support.families import every_family
-from tests.support.models import tiny_config, tiny_model
+from tests.support.models import VOCAB_SIZE, tiny_config, tiny_model
 from tests.support.tokenizers import tiny_tokenizer
 
 
@@ -83,6 +84,13 @@ def test_padding_beyond_the_vocabulary_is_left_out() -> None:
     model = tiny_model(tiny_config("llama", pad_token_id=151329))
 
     assert model.model.embed_tokens.padding_idx is None
+
+
+def test_a_head_without_padding_has_a_row_for_each_token() -> None:
+    """Inkling's default, for another vocabulary, is a head of 200,058 rows."""
+    model = tiny_model(family_config("inkling2_text"))
+
+    assert model.get_output_embeddings().out_features == VOCAB_SIZE
 
 
 PADDED = ("gemma", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "qwen2", "qwen3")

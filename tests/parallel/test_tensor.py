@@ -159,7 +159,9 @@ def draw_around_own_heads():
                 drawn.append(torch.rand(4))
         return torch.stack(drawn)
 
-    return draw(), draw()
+    result = draw(), draw()
+    dist.barrier()  # rank 0 has the store, which the others need to connect
+    return result
 
 
 def test_ranks_draw_the_same_numbers_except_for_their_own_heads():

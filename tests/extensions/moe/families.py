@@ -112,10 +112,10 @@ COVERED = (
     *("deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe"),
     *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
     *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe"),
-    *("hy_v3", "hy_v4", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "kolibri1"),
-    *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2"),
-    *("minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
-    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "solar_open"),
+    *("hy_v3", "hy_v4", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba"),
+    *("kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mellum", "mimo_v2_flash"),
+    *("minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe"),
+    *("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "solar_open"),
 )
 """Families that are balanced and measured."""
 UNMEASURED = {
