@@ -291,7 +291,7 @@ def job_script(
         or (site.device is not None and job.gpus_per_node == site.gpus_per_node),
         exit_after=exit_after,
         chain=job_chain,
-        trainer=_option_rows(all_arguments),
+        options=_option_rows(all_arguments),
         made_by=shell_line(without_output(command)),
     )
     notes = describe_script(

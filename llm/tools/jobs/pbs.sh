@@ -2,6 +2,7 @@
 {% set in_container = false %}
 {% set per_node = "ncpus=%d:ngpus=%d" | format(job.gpus_per_node * job.cpus_per_gpu, job.gpus_per_node) %}
 {% set nodefile = "$NODEFILE" if job.spare_nodes else "$PBS_NODEFILE" %}
+{% set num_nodes = job.nodes + job.spare_nodes %}
 {% set node = "system=" ~ site.system if site.system else per_node %}
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} devices through PBS, with one {{ "torchrun per node" if torchrun else "process per device" }}.
 {% if members %}
@@ -36,44 +37,12 @@
 {% endif %}
 # Made by: llm-trainers jobs {{ made_by }} -- OPTIONS
 #
-#PBS -N {{ job.name }}
-#PBS -A {{ job.account }}
-#PBS -q {{ job.queue }}
-#PBS -l select={{ job.nodes + job.spare_nodes }}:{{ node }}
-#PBS -l walltime={{ walltime }}
-{% if site.is_preemptable(job.queue) %}
-#PBS -r y
-{% endif %}
-#PBS -l place=scatter
-{% if site.filesystems %}
-#PBS -l filesystems={{ site.filesystems }}
-{% endif %}
-{% for directive in site.directives %}
-#PBS {{ directive }}
-{% endfor %}
-#PBS -j oe
+{% include 'pbs_directives.sh' %}
 {% if members | length > 1 %}
 #PBS -J 0-{{ members | length - 1 }}
 {% endif %}
 
-{% if job.venv %}
-# The environment with the llm package.
-VENV={{ job.venv | quote }}
-{% else %}
-# The environment with the llm package: by default `venv` in the folder where you called qsub.
-VENV=${VENV:-venv}
-{% endif %}
-{% if cache_folders %}
-# qsub does not pass these folders, which were set when this script was written.
-{% for variable, folder in cache_folders.items() %}
-export {{ variable }}=${{ "{" }}{{ variable }}:-{{ folder | quote }}{{ "}" }}
-{% endfor %}
-{% endif %}
-OPTIONS=(
-{% for row in trainer %}
-    {{ row }}
-{% endfor %}
-)
+{% include 'environment.sh' %}
 
 cd "${PBS_O_WORKDIR:-.}" || exit 2
 set -- ${CONFIG:+"$CONFIG"} "$@"

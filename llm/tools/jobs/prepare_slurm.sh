@@ -25,18 +25,7 @@
 #SBATCH --time={{ walltime }}
 #SBATCH --output=%x-%j.log
 
-{% if job.venv %}
-# The environment with the llm package.
-VENV={{ job.venv | quote }}
-{% else %}
-# The environment with the llm package: by default the one that was active when you called sbatch.
-VENV=${VENV:-${VIRTUAL_ENV:-venv}}
-{% endif %}
-OPTIONS=(
-{% for row in options %}
-    {{ row }}
-{% endfor %}
-)
+{% include 'environment.sh' %}
 
 {% include 'fill_in.sh' %}
 

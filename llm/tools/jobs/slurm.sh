@@ -3,8 +3,6 @@
 # Pretrain on {{ job.nodes }} node{{ "s" if job.nodes > 1 }} of {{ job.gpus_per_node }} GPUs through Slurm, with one {{ "torchrun per node" if torchrun else "task per GPU" }}{{ ", in a container" if job.container }}.
 {% if members %}
 # This is an array with a job for each member of a sweep.
-{% endif %}
-{% if members %}
 # Submit it with sbatch. Its options override the directives below:
 #
 #     sbatch --account ACCOUNT --{{ site.queue_option }} {{ site.queue_option | upper }} SCRIPT
@@ -61,21 +59,7 @@
 #SBATCH --open-mode=append
 {% endif %}
 
-{% if job.container %}
-# The container image with PyTorch and the llm package, a file or a name in a registry.
-IMAGE={{ job.container | quote }}
-{% elif job.venv %}
-# The environment with the llm package.
-VENV={{ job.venv | quote }}
-{% else %}
-# The environment with the llm package: by default the one that was active when you called sbatch.
-VENV=${VENV:-${VIRTUAL_ENV:-venv}}
-{% endif %}
-OPTIONS=(
-{% for row in trainer %}
-    {{ row }}
-{% endfor %}
-)
+{% include 'environment.sh' %}
 
 {% include 'fill_in.sh' %}
 
