@@ -23,7 +23,6 @@ from llm.tools.jobs.job_chain import make_job_chain
 from llm.tools.jobs.job_ranks import check_epochs, check_ranks, check_schedule
 from llm.tools.jobs.notes import describe_script
 from llm.tools.jobs.options import JobOptions
-from llm.tools.jobs.output_dir import print_output_dir
 from llm.tools.jobs.planned_memory import plan_run
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
@@ -79,11 +78,20 @@ def main(argv: Sequence[str]) -> int:
         case ["prepare", *arguments]:
             return write_preparation_job(arguments)
         case ["output_dir", *arguments]:
-            return print_output_dir(arguments)
+            return _print_output_dir(arguments)
         case ["sweep", *arguments]:
             return _write_training_job(arguments, is_sweep=True)
         case arguments:
             return _write_training_job(arguments, is_sweep=False)
+
+
+def _print_output_dir(trainer_arguments: Sequence[str]) -> int:
+    """Print the folder of a run, which job scripts ask for; return the exit code."""
+    output_dir = parse_args(trainer_arguments).output_dir
+    if output_dir is None:
+        raise ConfigError("The job script needs an output_dir; add it to the trainer's options.")
+    sys.stdout.write(f"{output_dir}\n")
+    return 0
 
 
 def _write_training_job(arguments: Sequence[str], *, is_sweep: bool) -> int:
@@ -164,19 +172,17 @@ def array_script(
     Raises:
         ConfigError: An option does not fit the others, or a member cannot run.
     """
-    job = _fill_in_site(options, find_site(options.site))
-    assert job.gpus_per_node is not None
+    site = find_site(options.site)
     sweep_options, trainer_arguments = parse_sweep(sweep_arguments)
     _check_array_options(sweep_options)
     base, members = read_sweep(
         sweep_options,
         trainer_arguments,
-        nodes=job.nodes,
-        nproc_per_node=job.gpus_per_node,
+        nodes=options.nodes,
+        nproc_per_node=options.gpus_per_node or site.gpus_per_node,
     )
     array_members, member_notes = _select_array_members(base, members)
-    separator = sweep_arguments.index("--") if "--" in sweep_arguments else None
-    sweep_words = sweep_arguments[:separator]
+    sweep_words, _ = split_arguments(sweep_arguments)
     text, notes = job_script(
         options,
         command=["sweep", *command, "--", *sweep_words],
@@ -319,7 +325,8 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
     site = find_site(options.site)
     minutes = read_minutes(options.time)
     scheduler = options.scheduler or site.schedulers[0]
-    _check_scheduler(replace(options, scheduler=scheduler), site, is_array=num_members > 0)
+    options = replace(options, scheduler=scheduler)
+    _check_scheduler(options, site, is_array=num_members > 0)
     num_nodes = options.nodes + options.spare_nodes
     num_jobs = 2 if options.chain else max(1, num_members)
     queue = choose_queue(
@@ -331,7 +338,13 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
         continue_flag=None if num_members else "--chain" if scheduler == "pbs" else "--requeue",
     )
     site = site.for_queue(queue)
-    job = replace(_fill_in_site(options, site), queue=queue)
+    job = replace(
+        options,
+        queue=queue,
+        gpus_per_node=options.gpus_per_node or site.gpus_per_node,
+        cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
+        launcher=options.launcher or site.launcher,
+    )
     _check_devices(job, site)
     _check_launcher(job, site)
     _check_minutes(job, minutes)
@@ -355,17 +368,6 @@ def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreCon
     if site.device is not None and (problems := find_float8_problems(config, site.device)):
         raise ConfigError(" ".join(problems))
     return config
-
-
-def _fill_in_site(options: JobOptions, site: Site) -> JobOptions:
-    """Return the options of a job with the site's values where you give none."""
-    return replace(
-        options,
-        scheduler=options.scheduler or site.schedulers[0],
-        gpus_per_node=options.gpus_per_node or site.gpus_per_node,
-        cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
-        launcher=options.launcher or site.launcher,
-    )
 
 
 def _check_devices(job: JobOptions, site: Site) -> None:
