@@ -92,7 +92,7 @@ class RankPrograms:
             "seconds": seconds,
         }
         if is_alone or self._board is None:
-            return [_run_program(request, self._log_path("alone"), board=None, is_alone=True)]
+            return [_run_program(request, self._log_path("alone"))]
         name = self._next_request_name()
         self._board.set_global(name, json.dumps(request))
         self._run_requested(name, request)
@@ -152,16 +152,14 @@ class RankPrograms:
 
 
 def _run_program(
-    request: Mapping[str, Any],
-    log_path: Path,
-    *,
-    board: Board | None,
-    name: str = "",
-    is_alone: bool = False,
+    request: Mapping[str, Any], log_path: Path, *, board: Board | None = None, name: str = ""
 ) -> Outcome:
-    """Run a program on this rank until it ends, is late, or another rank has failed."""
+    """Run a program on this rank until it ends, is late, or another rank has failed.
+
+    Without a board it runs alone, as one process.
+    """
     deadline = time.monotonic() + request["seconds"]
-    environment = _make_child_environment(is_alone=is_alone) | request["environment"]
+    environment = _make_child_environment(is_alone=board is None) | request["environment"]
     process = start_program([sys.executable, *request["arguments"]], environment, log_path)
     try:
         while (code := process.poll()) is None and time.monotonic() < deadline:
