@@ -23,12 +23,7 @@ from llm.errors import ConfigError, ParallelError, one_line
 from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import World, set_torchrun_variables, world_from_environment
 from llm.tools.evidence.checks import Check, Checks
-from llm.tools.evidence.evidence_file import (
-    EvidenceFile,
-    Result,
-    personal_words,
-    remove_personal_data,
-)
+from llm.tools.evidence.evidence_file import EvidenceFile, Result, personal_words
 from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.options import EvidenceOptions, PartName
 from llm.tools.evidence.rank_programs import RankPrograms, describe_failure
@@ -114,7 +109,8 @@ def _collect_evidence(
         words = personal_words()
         if board is not None:
             words += _meet_ranks(board, world, folder, path)
-        all_passed = _run_parts(options, programs, evidence_file, deadline, words)
+        evidence_file.personal_words = words
+        all_passed = _run_parts(options, programs, evidence_file, deadline)
         sys.stdout.write("\n".join(evidence_file.summary()) + "\n")
         sys.stdout.write(f"Everything is in {path}; read it before you send it.\n")
         exit_code = 0 if all_passed else 1
@@ -173,22 +169,12 @@ def _meet_ranks(board: Board, world: World, folder: Path, path: Path) -> list[st
 
 
 def _run_parts(
-    options: EvidenceOptions,
-    programs: RankPrograms,
-    evidence_file: EvidenceFile,
-    deadline: float,
-    words: Sequence[str],
+    options: EvidenceOptions, programs: RankPrograms, evidence_file: EvidenceFile, deadline: float
 ) -> bool:
     """Run the checks of all parts; return whether every one has passed."""
     start = time.monotonic()
-    recorder = _Recorder(evidence_file, words)
-    job = _check_machine(
-        programs,
-        evidence_file,
-        recorder,
-        seconds=min(_MACHINE_SECONDS, deadline - start),
-        site_name=options.site,
-    )
+    machine_seconds = min(_MACHINE_SECONDS, deadline - start)
+    job = _check_machine(programs, evidence_file, seconds=machine_seconds, site_name=options.site)
     checks = Checks(programs, job)
     parts = list(dict.fromkeys(options.parts))
     seconds_per_share = (deadline - start) / sum(_SHARES[part] for part in parts or _SHARES)
@@ -196,58 +182,33 @@ def _run_parts(
     for part in parts:
         part_end += _SHARES[part] * seconds_per_share
         for check in checks.make_checks(part):
-            _run_check(part, check, recorder, part_end=part_end)
+            _run_check(evidence_file, part, check, part_end=part_end)
     return evidence_file.finish()
 
 
-class _Recorder:
-    """Writes the results of checks into the file, without personal data, and to standard output.
-
-    Args:
-        evidence_file: The file.
-        words: Names of users and hosts.
-    """
-
-    def __init__(self, evidence_file: EvidenceFile, words: Sequence[str]) -> None:
-        self._file = evidence_file
-        self._words = words
-
-    def record_skipped(self, part: str, check_name: str) -> None:
-        """Record a check that has not run."""
-        self._file.add(part, check_name, "not run", seconds=0, reason="no time was left")
-
-    def record(
-        self,
-        part: str,
-        check_name: str,
-        figures: Mapping[str, Any],
-        *,
-        seconds: float,
-        error: Exception | None = None,
-    ) -> None:
-        """Record a check that has run, with the reason of a failure as a further figure."""
-        if error is not None:
-            reason = str(error)
-            if not isinstance(error, CheckFailed):
-                reason = f"{type(error).__name__}: {one_line(error)}"
-            figures = {**figures, "reason": reason}
-        figures = {
-            name: remove_personal_data(value, self._words) if isinstance(value, str) else value
-            for name, value in figures.items()
-        }
-        result: Result = "passed" if error is None else "failed"
-        self._file.add(part, check_name, result, seconds=seconds, **figures)
-        sys.stdout.write(f"{part}: {check_name} {result} after {seconds:.0f} s\n")
-        sys.stdout.flush()
+def _record_check(
+    evidence_file: EvidenceFile,
+    part: str,
+    check_name: str,
+    figures: Mapping[str, Any],
+    *,
+    seconds: float,
+    error: Exception | None,
+) -> None:
+    """Record a check that has run, with the reason of a failure as a further figure; print it."""
+    if error is not None:
+        reason = str(error)
+        if not isinstance(error, CheckFailed):
+            reason = f"{type(error).__name__}: {one_line(error)}"
+        figures = {**figures, "reason": reason}
+    result: Result = "passed" if error is None else "failed"
+    evidence_file.add(part, check_name, result, seconds=seconds, **figures)
+    sys.stdout.write(f"{part}: {check_name} {result} after {seconds:.0f} s\n")
+    sys.stdout.flush()
 
 
 def _check_machine(
-    programs: RankPrograms,
-    evidence_file: EvidenceFile,
-    recorder: _Recorder,
-    *,
-    seconds: float,
-    site_name: str | None,
+    programs: RankPrograms, evidence_file: EvidenceFile, *, seconds: float, site_name: str | None
 ) -> Mapping[str, Any]:
     """Return the description of the machine, as in `describe_job`, and record it as a check.
 
@@ -273,7 +234,9 @@ def _check_machine(
     except CheckFailed as error:
         failure = error
     check_seconds = time.monotonic() - check_start
-    recorder.record("machine", "versions and devices", {}, seconds=check_seconds, error=failure)
+    _record_check(
+        evidence_file, "machine", "versions and devices", {}, seconds=check_seconds, error=failure
+    )
     return job
 
 
@@ -298,19 +261,12 @@ def _check_site(site_name: str | None, job: Mapping[str, Any]) -> None:
         )
 
 
-def _run_check(part: str, check: Check, recorder: _Recorder, *, part_end: float) -> None:
-    """Run a check if there is time for it, and record its result.
-
-    Args:
-        part: Name of its part.
-        check: The check.
-        recorder: Records the result.
-        part_end: Time on the monotonic clock when the time of the part ends.
-    """
+def _run_check(evidence_file: EvidenceFile, part: str, check: Check, *, part_end: float) -> None:
+    """Run a check if there is time before the end of its part, and record its result."""
     check_start = time.monotonic()
     remaining = part_end - check_start
     if remaining < _MIN_CHECK_SECONDS:
-        recorder.record_skipped(part, check.name)
+        evidence_file.add(part, check.name, "not run", seconds=0, reason="no time was left")
         return
     figures: Mapping[str, Any] = {}
     failure: Exception | None = None
@@ -321,7 +277,7 @@ def _run_check(part: str, check: Check, recorder: _Recorder, *, part_end: float)
     except Exception as error:  # recorded, so that the next checks run
         failure = error
     check_seconds = time.monotonic() - check_start
-    recorder.record(part, check.name, figures, seconds=check_seconds, error=failure)
+    _record_check(evidence_file, part, check.name, figures, seconds=check_seconds, error=failure)
 
 
 def _describe_machine(programs: RankPrograms, seconds: float) -> dict[str, Any]:

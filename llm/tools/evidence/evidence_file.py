@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,11 +38,15 @@ class EvidenceFile:
         path: The file, which must not exist.
         site: Name of the cluster, or None.
 
+    Attributes:
+        personal_words: Names of users and hosts, which `add` removes from figures.
+
     Raises:
         ConfigError: It exists, or cannot be written.
     """
 
     def __init__(self, path: Path, *, site: str | None) -> None:
+        self.personal_words: Sequence[str] = ()
         self._path = path
         self._content: dict[str, Any] = {
             "format": FORMAT,
@@ -80,6 +84,9 @@ class EvidenceFile:
             seconds: How long it took.
             figures: Its figures, and why it failed as `reason`.
         """
+        for name, value in figures.items():
+            if isinstance(value, str):
+                figures[name] = remove_personal_data(value, self.personal_words)
         record = {"check": check, "result": result, "seconds": round(seconds, 1), **figures}
         self._content["parts"].setdefault(part, []).append(record)
         self._write()
