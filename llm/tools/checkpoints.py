@@ -32,8 +32,9 @@ from llm.config.options import missing_requirements, option, option_group
 from llm.config.program import program
 from llm.errors import CheckpointError, ConfigError, one_line_with_path, os_error_remedy
 from llm.runtime.files import delete, try_lock, write_whole
-from llm.runtime.logging import counted
+from llm.runtime.logging import counted, quiet_libraries
 from llm.runtime.offline import forbid_downloads
+from llm.runtime.process_settings import limit_spin_wait
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.extensions import EXTENSIONS
@@ -211,23 +212,25 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     leftovers = list_leftovers(folder)
     if not entries and not leftovers:
         return [f"{folder} holds no checkpoint."], 0
-    valid_entries = [entry for entry in entries if entry.problem is None]
-    latest = valid_entries[-1].path if valid_entries else None
+    valid_checkpoints = [
+        entry.checkpoint for entry in entries if entry.checkpoint and entry.problem is None
+    ]
+    latest = valid_checkpoints[-1] if valid_checkpoints else None
     best, best_remark = resolve_best_link(folder)
-    path_by_label = {"latest": latest, BEST_LINK: best}
-    keep_every = _find_keep_every(valid_entries)
+    path_by_label = {"latest": latest.path if latest else None, BEST_LINK: best}
+    keep_every = latest.metadata.get("keep_every") if latest else None
 
     lines = [_ROW_FORMAT.format("step", "validation loss", "size", "saved", "ranks", "state")]
     lines += [
         _format_row(entry, _list_labels(entry, path_by_label, keep_every)) for entry in entries
     ]
     lines += [_describe_leftover(path) for path in leftovers]
-    lines += _describe_lineage(valid_entries)
-    lines.append(f"latest, where training resumes: {latest.name if latest else 'none'}")
+    lines += _describe_lineage(latest)
+    lines.append(f"latest, where training resumes: {latest.path.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {best_remark}")
     if not verify:
         return [*lines, "Only names and sizes were compared; --verify reads every byte."], 0
-    num_damaged = len(entries) - len(valid_entries)
+    num_damaged = len(entries) - len(valid_checkpoints)
     verdict = f"{num_damaged} of {len(entries)} damaged" if num_damaged else "no damage"
     return [*lines, f"Every byte was read: {verdict}."], 1 if num_damaged else 0
 
@@ -250,15 +253,8 @@ def _describe_leftover(path: Path) -> str:
     )
 
 
-def _find_keep_every(valid_entries: list[Entry]) -> int | None:
-    """Return the interval of permanent checkpoints when the newest checkpoint was saved."""
-    checkpoint = valid_entries[-1].checkpoint if valid_entries else None
-    return None if checkpoint is None else checkpoint.metadata.get("keep_every")
-
-
-def _describe_lineage(valid_entries: list[Entry]) -> list[str]:
+def _describe_lineage(checkpoint: Checkpoint | None) -> list[str]:
     """Return the line that names the parent of a branch; empty for another run."""
-    checkpoint = valid_entries[-1].checkpoint if valid_entries else None
     branch = checkpoint.metadata.get("branch") if checkpoint else None
     if branch is None:
         return []
@@ -324,7 +320,8 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
     config = _export_config(run, options)
     chosen_weights = (weights for weights in _SAVED_WEIGHTS if getattr(options, weights.part))
     saved_weights = next(chosen_weights, None)
-    _prepare_libraries()
+    limit_spin_wait()
+    quiet_libraries()
     checkpoint, model, tokenizer = read_while_training(
         checkpoints_folder,
         partial(_read_checkpoint, config, checkpoints_folder, step, saved_weights),
@@ -339,7 +336,9 @@ def _export_checkpoint(run: Path, checkpoints_folder: Path, options: Checkpoints
         results["loss"] = loss
     card = _make_card(run, config, checkpoint, model, card_rows, results=results)
     with _mark_unfinished(export_folder, f"--export {step}"):
-        _write_export(export_folder, config, model, tokenizer, model.state_dict(), card)
+        export_trained_model(
+            config, model, tokenizer, model.state_dict(), folder=export_folder, card=card
+        )
     return (
         f"{checkpoint.path} is exported: "
         f"AutoModelForCausalLM.from_pretrained({str(export_folder)!r}) loads it."
@@ -387,7 +386,7 @@ def _average_checkpoints(
     card = _make_card(run, config, checkpoints[-1], model, {"mean of steps": steps}, results={})
     record = {"run": str(run.resolve()), "steps": [checkpoint.step for checkpoint in checkpoints]}
     with _mark_unfinished(export_folder, "--output"):
-        _write_export(export_folder, config, model, tokenizer, state, card)
+        export_trained_model(config, model, tokenizer, state, folder=export_folder, card=card)
         write_whole(export_folder / MEAN_FILE, json.dumps(record) + "\n")
     return (
         f"The mean of the weights after steps {steps} is exported: "
@@ -401,7 +400,8 @@ def _read_mean(
     """Return the newest checkpoints, their model and tokenizer, and the mean of their weights."""
     newest_paths = _find_newest_checkpoints(checkpoints_folder, num_checkpoints)
     checkpoints = [read_verified_checkpoint(path) for path in newest_paths]
-    _prepare_libraries()
+    limit_spin_wait()
+    quiet_libraries()
     from llm.tools.mean_state import compute_mean_state
 
     _check_same_model(config, checkpoints)
@@ -455,17 +455,13 @@ def _check_export_folder(target: Path, option: str) -> None:
     """Refuse the folder of an export if it is within a run, or has files of another origin."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{option} {target} is a file; name a new folder.")
-    if target.exists() and not (_is_empty(target) or _is_unfinished(target)):
+    if target.exists() and any(target.iterdir()) and not _is_unfinished(target):
         raise ConfigError(f"{option} {target} is not empty; name a new folder.")
     if (run := find_surrounding_run(target)) is not None:
         raise ConfigError(
             f"{option} {target} is within the files of the run {run}; name a folder outside of "
             "them."
         )
-
-
-def _is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -495,8 +491,12 @@ def _mark_unfinished(target: Path, option: str) -> Iterator[None]:
                     "writes it."
                 )
             _clear_folder(target, except_path=marker)
-            with _clear_on_error(target):
+            try:
                 yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _clear_folder(target)
+                raise
             marker.unlink()
     except BlockingIOError as error:
         raise ConfigError(
@@ -509,29 +509,10 @@ def _mark_unfinished(target: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _clear_on_error(folder: Path) -> Iterator[None]:
-    """Remove the files of a folder if the context raises."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _clear_folder(folder)
-        raise
-
-
 def _clear_folder(folder: Path, *, except_path: Path | None = None) -> None:
     for path in folder.iterdir():
         if path != except_path:
             delete(path)
-
-
-def _prepare_libraries() -> None:
-    from llm.runtime.logging import quiet_libraries
-    from llm.runtime.process_settings import limit_spin_wait
-
-    limit_spin_wait()
-    quiet_libraries()
 
 
 def _make_card(
@@ -562,16 +543,3 @@ def _make_card(
         initial_weights=checkpoint.metadata["initial_weights"],
         ranks=checkpoint.world_size,
     )
-
-
-def _write_export(
-    target: Path,
-    config: CoreConfig,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    state: dict[str, Any],
-    card: "Card",
-) -> None:
-    """Export a model and its card."""
-    weights = {name: tensor.detach() for name, tensor in state.items()}
-    export_trained_model(config, model, tokenizer, weights, folder=target, card=card)
