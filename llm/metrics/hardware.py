@@ -113,16 +113,17 @@ def _time_fastest_product(matrices: torch.Tensor) -> float:
     fastest_seconds = math.inf
     timing_start = product_end = time.perf_counter()
     while product_end - timing_start < _SECONDS_PER_SIZE:
-        _synchronize_device(matrices.device)
+        synchronize_device(matrices.device)
         product_start = time.perf_counter()
         torch.mm(factor, second_factor, out=product)
-        _synchronize_device(matrices.device)
+        synchronize_device(matrices.device)
         product_end = time.perf_counter()
         fastest_seconds = min(fastest_seconds, product_end - product_start)
     return fastest_seconds
 
 
-def _synchronize_device(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
+    """Wait until an accelerator has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

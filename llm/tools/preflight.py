@@ -147,13 +147,11 @@ class Board:
         if self._store.check(keys):
             return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
         # Reading a missing key blocks.
-        values = {rank: self.get(name, rank) for rank in self._ranks}
-        return {rank: value for rank, value in values.items() if value is not None}
-
-    def get(self, name: str, rank: int) -> Any:
-        """Return the value of one rank; None if it has not published one."""
-        key = f"{name}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return {
+            rank: json.loads(self._store.get(key))
+            for rank, key in enumerate(keys)
+            if self._store.check([key])
+        }
 
     def wait(self, name: str, deadline: float, *, unless: str | None = None) -> bool:
         """Wait for all ranks' values; False after the deadline, or once `unless` is posted."""
@@ -334,21 +332,15 @@ def time_collectives(options: PreflightOptions, world: World, board: Board) -> d
 
 def _time_action(action: Callable[[], object], device: "torch.device") -> float:
     """Return the mean seconds of an action on a device, after one run to warm up."""
+    from llm.metrics.hardware import synchronize_device
+
     action()
-    _synchronize_device(device)
+    synchronize_device(device)
     start_time = time.perf_counter()
     for _ in range(_NUM_REPEATS):
         action()
-    _synchronize_device(device)
+    synchronize_device(device)
     return (time.perf_counter() - start_time) / _NUM_REPEATS
-
-
-def _synchronize_device(device: "torch.device") -> None:
-    """Wait until an accelerator has finished its work."""
-    import torch
-
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def describe_missing(descriptions: dict[int, Any], world: World, timeout: float) -> str:
@@ -490,7 +482,10 @@ def _print_ranks(board: Board) -> None:
 def _print_success(options: PreflightOptions, board: Board, world: World) -> int:
     """Print the verdict and the longest times, and perhaps a warning; return the exit code."""
     hosts = {description["host"] for description in board.get_all("description").values()}
-    max_seconds = _find_longest_times(board)
+    times_of_ranks = board.get_all("times").values()
+    max_seconds = {
+        name: max(times[name] for times in times_of_ranks) for name in ("all-reduce", "broadcast")
+    }
     durations = ", ".join(
         f"{name} {1000 * seconds:.2f} ms" for name, seconds in max_seconds.items()
     )
@@ -504,15 +499,6 @@ def _print_success(options: PreflightOptions, board: Board, world: World) -> int
             sys.stdout.flush()
             sys.stderr.write(f"preflight: warning: {warning}\n")
     return 0
-
-
-def _find_longest_times(board: Board) -> dict[str, float]:
-    """Return the most seconds that a rank took for each collective."""
-    max_seconds: dict[str, float] = {}
-    for times in board.get_all("times").values():
-        for name, seconds in times.items():
-            max_seconds[name] = max(seconds, max_seconds.get(name, 0.0))
-    return max_seconds
 
 
 def describe_slow_link(message_mb: int, seconds: float) -> str:

@@ -73,7 +73,7 @@ def test_measured_products_grow_while_faster_and_take_under_half_a_second(
 
 def test_an_unknown_accelerator_is_measured_by_large_products(monkeypatch):
     sizes = []
-    monkeypatch.setattr("llm.metrics.hardware._synchronize_device", lambda device: None)
+    monkeypatch.setattr("llm.metrics.hardware.synchronize_device", lambda device: None)
     monkeypatch.setattr("torch.mm", lambda one, other, out: sizes.append((len(one), one.dtype)))
 
     measure_flops(torch.device("meta"), torch.bfloat16)
