@@ -160,6 +160,11 @@ def memory_in_use(device: torch.device) -> int | None:
         peak: int = device_module.max_memory_allocated(device)
         device_module.reset_peak_memory_stats(device)
         return peak
+    return resident_memory()
+
+
+def resident_memory() -> int | None:
+    """Return the bytes of this process in the host's memory; None if they are unknown."""
     try:
         resident_pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

@@ -1,7 +1,6 @@
 """The memory that a part of a run takes at its peak, and the memory that a process may use."""
 
 import contextlib
-import os
 import re
 import resource
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from llm.errors import ConfigError
-from llm.metrics.hardware import device_memory
+from llm.metrics.hardware import device_memory, resident_memory
 
 _HOST_SHARE = 0.8
 """Usable fraction of the host's memory; libraries, the text and the page cache take the rest."""
@@ -53,11 +52,7 @@ def allocated_memory(device: torch.device) -> int:
     if device.type != "cpu":
         allocated: int = torch.get_device_module(device).memory_allocated(device)
         return allocated
-    try:
-        resident_pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return 0
-    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
+    return resident_memory() or 0
 
 
 def reset_peak_memory(device: torch.device) -> None:
