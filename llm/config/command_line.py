@@ -119,7 +119,9 @@ def parse_options(
         parser = _make_help_parser(cls, help_topic, prog=prog)
         parser.description = description
         parser.usage = f"%(prog)s {usage or _format_usage(cls, positional)}"
-        _print_help(parser, example)
+        sys.stdout.write(parser.format_help())
+        if example is not None:
+            sys.stdout.write(f"\nexample:\n  {parser.prog} {example}\n")
         raise SystemExit(0)
     parsed_options = _parse_arguments(arguments, cls, positional)
     config_path = parsed_options.pop("config", None)
@@ -136,14 +138,6 @@ def parse_options(
     _check_given_paths(config, option_values)
     check_library_versions()  # not for --help
     return config
-
-
-def _print_help(parser: argparse.ArgumentParser, example: str | None) -> None:
-    """Print the help of a program, and an example if it has one."""
-    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit.")
-    sys.stdout.write(parser.format_help())
-    if example is not None:
-        sys.stdout.write(f"\nexample:\n  {parser.prog} {example}\n")
 
 
 def _format_usage(cls: type, positional: str | None) -> str:
@@ -329,6 +323,7 @@ def _make_help_parser(cls: type, topic: str, *, prog: str) -> _Parser:
     if sys.argv[0].startswith(f"{COMMAND} "):  # the quick start is the trainer
         parser.prog = re.sub(rf"^{COMMAND} \w+", sys.argv[0], prog)
     parser.epilog = _list_topics(cls) if common_options(cls) else None
+    parser.add_argument("-h", "--help", metavar="TOPIC", nargs="?", help="Show this help and exit.")
     return parser
 
 
@@ -474,13 +469,12 @@ def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, precedin
     """
     if not unknown_words[0].startswith("-"):
         return _describe_stray_value(unknown_words[0], cls, preceding_word=preceding_word)
-    known_names = ["config"]
-    for field in fields(cls):
-        known_names += [*field.names, *field.opposites]
+    known_names = [name for field in fields(cls) for name in (*field.names, *field.opposites)]
     unknown_flags = [word for word in unknown_words if re.match("-+[A-Za-z]", word)]
     unknown_names = dict.fromkeys(flag.lstrip("-").partition("=")[0] for flag in unknown_flags)
     return " ".join(
-        describe_unknown_option(name, known_names, dashes="--") for name in unknown_names
+        describe_unknown_option(name, ["config", *known_names], dashes="--")
+        for name in unknown_names
     )
 
 

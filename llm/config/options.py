@@ -207,30 +207,27 @@ class Field:
 
     @property
     def unit_aliases(self) -> "tuple[Field, ...]":
-        """The aliases that take a number of one unit, as fields of this number."""
+        """The aliases that take a number of one unit, as fields of this number.
+
+        They also take the name of a unit without an alias.
+        """
         units_without_alias = tuple(
             unit.removesuffix("s") for unit, alias in self.option.units.items() if not alias
         )
+        type_by_unit: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
+        name_types: tuple[type, ...] = (str,) if units_without_alias else ()
         return tuple(
-            self._make_unit_alias(alias, unit, units_without_alias)
+            Field(
+                name=alias,
+                default=None,
+                option=dataclasses.replace(self.option, units={}),
+                members=(type_by_unit.get(unit, int), *name_types),
+                choices=units_without_alias,
+                allows_none=True,
+                is_list=False,
+            )
             for unit, alias in self.option.units.items()
             if alias
-        )
-
-    def _make_unit_alias(
-        self, alias: str, unit: str, units_without_alias: tuple[str, ...]
-    ) -> "Field":
-        """Return an alias as a field of numbers; it also takes the name of a unit without alias."""
-        type_by_unit: dict[str, type] = {"tokens": Tokens, "tokens per parameter": float}
-        number_type = type_by_unit.get(unit, int)
-        return Field(
-            name=alias,
-            default=None,
-            option=dataclasses.replace(self.option, units={}),
-            members=(number_type, str) if units_without_alias else (number_type,),
-            choices=units_without_alias,
-            allows_none=True,
-            is_list=False,
         )
 
     @property
