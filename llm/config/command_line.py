@@ -213,11 +213,7 @@ def split_config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _normalize_switches(arguments: Sequence[str], cls: type) -> list[str]:
-    """Replace `--flag=true` and `--flag true` by `--flag`, and `false` by the opposite flag.
-
-    Raises:
-        ConfigError: A switch has a value after "=" that is neither true nor false.
-    """
+    """Replace `--flag=true` and `--flag true` by `--flag`, and `false` by the opposite flag."""
     opposite_flags = _opposite_flags(cls)
     normalized_arguments: list[str] = []
     for preceding_word, word in zip(["", *arguments], arguments, strict=False):
@@ -281,11 +277,7 @@ def _find_help_topic(arguments: Sequence[str]) -> str | None:
 
 
 def _select_topic_fields(topic: str, cls: type) -> Sequence[Field]:
-    """Return the options that `--help TOPIC` shows.
-
-    Raises:
-        ConfigError: The topic does not exist.
-    """
+    """Return the options that `--help TOPIC` shows."""
     option_fields = fields(cls)
     if topic == "all" or not common_options(cls):
         return option_fields
@@ -438,35 +430,21 @@ def _make_converter(field: Field) -> Callable[[str], Any]:
 
 
 def _parse_bool(text: str) -> bool:
-    """Return the value of `true` or `false`, in any case.
-
-    Raises:
-        ValueError: The text is neither.
-    """
+    """Return the value of `true` or `false`, in any case; otherwise raise a ValueError."""
     if text.lower() not in ("true", "false"):
         raise ValueError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
 
 
 def _parse_choice(text: str, *, field: Field) -> str:
-    """Return a text that is one of the choices; any text if there are none.
-
-    Raises:
-        ValueError: The text is not one of the choices.
-    """
+    """Return a text that is one of the choices, if there are any; otherwise raise a ValueError."""
     if not field.allows_text(text):
         raise ValueError(f"{text!r} is not one of {', '.join(field.choices)}")
     return text
 
 
 def _describe_unknown_words(unknown_words: Sequence[str], cls: type, *, preceding_word: str) -> str:
-    """Return a sentence about arguments that belong to no option.
-
-    Args:
-        unknown_words: The arguments.
-        cls: Option dataclass.
-        preceding_word: The argument before the first of them; "" if there is none.
-    """
+    """Return a sentence about arguments that belong to no option, after `preceding_word`."""
     if not unknown_words[0].startswith("-"):
         return _describe_stray_value(unknown_words[0], cls, preceding_word=preceding_word)
     known_names = [name for field in fields(cls) for name in (*field.names, *field.opposites)]

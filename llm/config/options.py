@@ -330,11 +330,7 @@ def _describe_repeated_option(name: str, classes: Iterable[type]) -> str:
 
 
 def _check_unique_names(option_fields: Iterable[Field]) -> None:
-    """Refuse two options that have a name, an alias or a flag in common.
-
-    Raises:
-        ConfigError: Names both options.
-    """
+    """Refuse two options that have a name, an alias or a flag in common."""
     field_by_name: dict[str, Field] = {}
     for field in option_fields:
         for name in (*field.names, *field.opposites):
@@ -493,13 +489,7 @@ def missing_requirements(config: Any) -> list[str]:
 def _describe_unmet_requirement(
     config: Any, field: Field, requirements: Sequence[tuple[str, str]]
 ) -> str:
-    """Return a sentence about an option that needs one of several others.
-
-    Args:
-        config: The options.
-        field: The option in use.
-        requirements: Name and value of each option that it may be used with; "" for any value.
-    """
+    """Return a sentence about an option that needs one of several others."""
     flags = " or ".join(f"--{name} {allowed}".rstrip() for name, allowed in requirements)
     pronoun = "one of them" if len(requirements) > 1 else "that"
     value_text = f" {getattr(config, field.name)}" if Duration in field.members else ""

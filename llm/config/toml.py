@@ -51,11 +51,7 @@ def read_toml(cls: type, path: Path) -> dict[str, Any]:
 
 
 def _parse_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the text of a TOML file, and its content.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not TOML.
-    """
+    """Return the text of a TOML file, and its content."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
@@ -124,11 +120,7 @@ def _resolve_aliases(cls: type, table: dict[str, Any], *, location: str) -> None
 
 
 def _convert_value(field: Field, value: Any, *, location: str) -> Any:
-    """Return a value of a TOML file in the first type of its option that takes it.
-
-    Raises:
-        ConfigError: The option has no such type, or does not allow the value.
-    """
+    """Return a value of a TOML file in the first type of its option that takes it."""
     if type(value) is int and value.bit_length() > _MAX_INTEGER_BITS:
         raise ConfigError(f"{location} has a number of more than {_MAX_INTEGER_BITS} bits.")
     if field.is_list:
@@ -152,11 +144,7 @@ def _convert_value(field: Field, value: Any, *, location: str) -> Any:
 
 
 def _convert_table_to_json(table: dict[str, Any], *, location: str) -> str:
-    """Return a table as JSON.
-
-    Raises:
-        ConfigError: It has a date or a time, which JSON does not have.
-    """
+    """Return a table as JSON, which has neither dates nor times."""
     try:
         return json.dumps(table)
     except TypeError:

@@ -35,18 +35,7 @@ def join_unit_aliases(cls: type, values: dict[str, Any], *, location: str = "") 
 
 
 def _make_duration(field: Field, value: Any, unit: Unit, alias: str, location: str) -> Duration:
-    """Return the duration that an alias of an option sets.
-
-    Args:
-        field: The option.
-        value: A number; the name of a unit, for one of it; or None for the default.
-        unit: The unit of the number.
-        alias: The alias, for messages.
-        location: The TOML file, for messages; "" for the command line.
-
-    Raises:
-        ConfigError: The value is not a duration.
-    """
+    """Return the duration that a value of an alias sets: a number, the name of a unit, or None."""
     if value is None:
         default: Duration = field.default
         return default
@@ -60,16 +49,7 @@ def _make_duration(field: Field, value: Any, unit: Unit, alias: str, location: s
 def _choose_duration(
     field: Field, duration_by_name: Mapping[str, Duration], location: str
 ) -> Duration:
-    """Return the duration of an option that is set by several names.
-
-    Args:
-        field: The option.
-        duration_by_name: The duration by each name that sets it.
-        location: The TOML file, for messages; "" for the command line.
-
-    Raises:
-        ConfigError: Two names set different durations, neither of them the default.
-    """
+    """Return the duration of an option that is set by several names."""
     setting_names = sorted(
         name for name, duration in duration_by_name.items() if duration != field.default
     )

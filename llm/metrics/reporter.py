@@ -199,15 +199,7 @@ class MetricsReporter:
         global_batch_size: int,
         columns: Sequence[str],
     ) -> None:
-        """Write the values of an interval to the files, the log, the trackers and the bar.
-
-        Args:
-            record: All values by name.
-            extra_values: The values among them that not every run has.
-            step: Steps done.
-            global_batch_size: Samples per step.
-            columns: Further columns of the line on a terminal.
-        """
+        """Write the values of an interval to the files, the log, the trackers and the bar."""
         terminal_line = format_step_line(
             record, step=step, total_steps=self._total_steps, columns=columns
         )
@@ -375,11 +367,7 @@ class MetricsReporter:
 def _merge_extension_values(
     values_by_extension: Sequence[Mapping[str, float]], reserved_names: Set[str]
 ) -> dict[str, float]:
-    """Return the values of all extensions by name.
-
-    Raises:
-        ConfigError: A name is reserved, or belongs to two extensions; or a value is not a number.
-    """
+    """Return the numbers of all extensions by name; refuse repeated names and other values."""
     merged_values: dict[str, float] = {}
     for values in values_by_extension:
         if repeated_names := sorted(values.keys() & (reserved_names | merged_values.keys())):

@@ -53,12 +53,7 @@ def restore_file_rules(
 def _load_if_rules_differ(
     name: str, class_backend: "Tokenizer"
 ) -> "PreTrainedTokenizerBase | None":
-    """Load the generic tokenizer of a `tokenizer.json` if a class has replaced some of its rules.
-
-    Args:
-        name: The folder or Hub name.
-        class_backend: The backend of the class.
-    """
+    """Load the generic tokenizer of a `tokenizer.json` if a class has replaced rules of it."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

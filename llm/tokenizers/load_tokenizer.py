@@ -191,15 +191,7 @@ def _read_by_transformers(
     trust_remote_code: bool,
     local_files_only: bool,
 ) -> "PreTrainedTokenizerBase":
-    """Read a tokenizer by transformers' class for its files.
-
-    Args:
-        files: The files; not of the kind `model`.
-        model_config: A model's configuration, perhaps of another folder.
-        use_fast: Whether to prefer the tokenizer in Rust.
-        trust_remote_code: Run the Python code that comes with a tokenizer.
-        local_files_only: Do not ask the Hub.
-    """
+    """Read a tokenizer of another kind than `model` by transformers' class for its files."""
     # Imported late: `text_tokenizer.load_text_tokenizer` rarely needs it.
     import transformers
 

@@ -61,10 +61,6 @@ def _prevent_class_overrides(tokenizer: "PreTrainedTokenizerBase", config_path: 
     For some types of models, `AutoTokenizer` takes a class with its own rules. With the key
     `trust_remote_code`, every class reads the rules of the file. `AutoTokenizer` ignores the key
     itself, so nobody runs code because of it.
-
-    Args:
-        tokenizer: The tokenizer.
-        config_path: Path of its `tokenizer_config.json`, which is rewritten.
     """
     tokenizer_config = json.loads(config_path.read_text(encoding="utf-8"))
     tokenizer_config["trust_remote_code"] = True

@@ -106,15 +106,7 @@ def convert_sentencepiece(
 
 
 def _read_model_proto(path: Path, subject: str) -> Any:
-    """Return the SentencePiece model in a file.
-
-    Args:
-        path: The `.model` file.
-        subject: Name of the model in messages.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not a model of a type that can be used.
-    """
+    """Return the SentencePiece model in a file; messages name it as `subject`."""
     try:
         proto = parse_model_proto(path.read_bytes())
     except ConfigError:
@@ -364,17 +356,7 @@ def _make_dummy_prefix(proto: Any) -> Any:
 def _check_equal_ids(
     backend: "Tokenizer", proto: Any, samples: Iterable[str], subject: str
 ) -> None:
-    """Refuse a converted model that gives a probe or a sample other ids than SentencePiece.
-
-    Args:
-        backend: The converted model.
-        proto: The SentencePiece model.
-        samples: Further texts to compare.
-        subject: Name of the model in messages.
-
-    Raises:
-        ConfigError: The ids of a text differ.
-    """
+    """Refuse a converted model that gives a probe or a sample other ids than SentencePiece."""
     processor = import_sentencepiece().SentencePieceProcessor(model_proto=proto.SerializeToString())
     scores = [piece.score for piece in proto.pieces]
     is_unigram = proto.trainer_spec.model_type == _UNIGRAM
@@ -391,13 +373,7 @@ def _check_equal_ids(
 
 
 def _describe_difference(processor: Any, actual: list[int], expected: list[int]) -> str:
-    """Return the first pieces that differ between two encodings of a text.
-
-    Args:
-        processor: The SentencePiece model.
-        actual: The ids of the tokenizers library.
-        expected: The ids of SentencePiece.
-    """
+    """Return the first pieces that differ between two encodings of a text."""
     first_difference = min(len(actual), len(expected))
     for position, (actual_id, expected_id) in enumerate(zip(actual, expected, strict=False)):
         if actual_id != expected_id:

@@ -354,17 +354,7 @@ def _export_config(run: Path, options: CheckpointsOptions) -> CoreConfig:
 def _read_checkpoint(
     config: CoreConfig, checkpoints_folder: Path, step: str, saved_weights: "SavedWeights | None"
 ) -> tuple[Checkpoint, "PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """Return the checkpoint of a step, and its model and tokenizer.
-
-    Args:
-        config: The options of the export.
-        checkpoints_folder: The checkpoints of the run.
-        step: The step, or `latest` or `best`.
-        saved_weights: Weights of an extension to load instead of the trained ones.
-
-    Raises:
-        CheckpointError: The checkpoint has no such weights.
-    """
+    """Return the checkpoint of a step, `latest` or `best`, and its model and tokenizer."""
     checkpoint = choose_checkpoint(checkpoints_folder, step, option="--export")
     if saved_weights is not None and saved_weights.part not in read_part_names(checkpoint):
         raise CheckpointError(f"{checkpoint.path} has no {saved_weights.description}.")
@@ -411,11 +401,7 @@ def _read_mean(
 
 
 def _find_newest_checkpoints(checkpoints_folder: Path, num_checkpoints: int) -> list[Path]:
-    """Return the folders of the newest checkpoints.
-
-    Raises:
-        ConfigError: There are fewer.
-    """
+    """Return the folders of the newest checkpoints; refuse fewer."""
     newest = list_checkpoints(checkpoints_folder)[-num_checkpoints:]
     if len(newest) < num_checkpoints:
         available = counted(len(newest), "valid checkpoint") if newest else "no valid checkpoint"
@@ -427,15 +413,7 @@ def _find_newest_checkpoints(checkpoints_folder: Path, num_checkpoints: int) -> 
 
 
 def _check_same_model(config: CoreConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse to average checkpoints if the model's configuration changed between them.
-
-    Args:
-        config: The run's options.
-        checkpoints: Some of its checkpoints.
-
-    Raises:
-        CheckpointError: The configuration of one differs from the last one's.
-    """
+    """Refuse to average checkpoints if the model's configuration changed between them."""
     from llm.models.configuration import load_config
     from llm.trainers.gpt.model_copies import describe_config_changes
 
@@ -475,10 +453,6 @@ def _mark_unfinished(target: Path, option: str) -> Iterator[None]:
     """Mark a folder as unfinished while the context writes an export to it.
 
     The files of an unfinished export are removed first, and again if this one fails.
-
-    Raises:
-        ConfigError: The folder has other files, or another process is writing to it.
-        CheckpointError: It cannot be written to.
     """
     marker = target / _UNFINISHED_MARKER
     _check_export_folder(target, option)  # again: another export may have finished in the meantime

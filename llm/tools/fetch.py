@@ -216,12 +216,7 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 
 @contextlib.contextmanager
 def _explain_hub_errors(option_name: str, name: str) -> Iterator[None]:
-    """Raise errors of the Hub's client as a ConfigError of one sentence.
-
-    Args:
-        option_name: The option that names the repository.
-        name: Its value.
-    """
+    """Raise errors of the Hub's client as a ConfigError of one sentence."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,

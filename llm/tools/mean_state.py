@@ -52,14 +52,7 @@ def compute_mean_state(checkpoints: Sequence[Checkpoint], model: nn.Module) -> d
 def _average_tensor(
     name: str, mean: Tensor, checkpoint_models: Sequence["_CheckpointModel"], buffer: Tensor
 ) -> None:
-    """Write the mean of a tensor over checkpoints, block by block.
-
-    Args:
-        name: Name of the tensor.
-        mean: The result.
-        checkpoint_models: The checkpoints.
-        buffer: Float64 memory for the sums of one block.
-    """
+    """Write the mean of a tensor over checkpoints by blocks, with float64 sums in `buffer`."""
     rows = mean.view(-1) if mean.ndim == 0 else mean
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(rows.shape[1:])))
     for first_row in range(0, len(rows), rows_per_block):

@@ -86,11 +86,7 @@ class Checks:
         yield from make_checks_by_part[part]()
 
     def _run_successfully(self, arguments: Sequence[str], seconds: float, **options: Any) -> str:
-        """Run a program on the ranks; return what rank 0 printed.
-
-        Raises:
-            CheckFailed: It fails on a rank.
-        """
+        """Run a program on the ranks; return what rank 0 printed."""
         outcomes = self._programs.run(arguments, seconds=seconds, **options)
         failure = describe_failure(outcomes, seconds=seconds)
         if failure is not None:

@@ -125,11 +125,7 @@ def _collect_evidence(
 
 
 def _make_folder(folder: Path, path: Path) -> None:
-    """Make the folder of the trainings; an empty file is removed if that fails.
-
-    Raises:
-        ConfigError: It exists, or cannot be made.
-    """
+    """Make the folder of the trainings; an empty file is removed if that fails."""
     try:
         folder.mkdir()
     except OSError as error:
@@ -141,11 +137,7 @@ def _make_folder(folder: Path, path: Path) -> None:
 
 
 def _meet_ranks(board: Board, world: World, folder: Path, path: Path) -> list[str]:
-    """Wait for all ranks; return the names of their users and hosts.
-
-    Raises:
-        ParallelError: A rank does not answer, or does not see the folder of the trainings.
-    """
+    """Wait for all ranks; return the names of their users and hosts."""
     board.set("folder_seen", True)
     board.set("personal_words", personal_words())
     board.set_global("folder", str(folder))
@@ -241,11 +233,7 @@ def _check_machine(
 
 
 def _check_site(site_name: str | None, job: Mapping[str, Any]) -> None:
-    """Refuse the name of a known site for a machine with other devices.
-
-    Raises:
-        ConfigError: Names the devices of both.
-    """
+    """Refuse the name of a known site for a machine with other devices."""
     site = known_sites().get(site_name or "")
     cards = job["card"] if isinstance(job["card"], list) else [job["card"]]
     devices = {"cpu"} if job["device"] == "cpu" else set(map(device_of_card, cards))
@@ -281,11 +269,7 @@ def _run_check(evidence_file: EvidenceFile, part: str, check: Check, *, part_end
 
 
 def _describe_machine(programs: RankPrograms, seconds: float) -> dict[str, Any]:
-    """Ask every rank for its device and versions.
-
-    Raises:
-        CheckFailed: A rank fails.
-    """
+    """Ask every rank for its device and versions."""
     outcomes = programs.run(["-c", _DESCRIBE_MACHINE], seconds=seconds)
     failure = describe_failure(outcomes, seconds=seconds)
     if failure is not None:

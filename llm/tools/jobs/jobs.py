@@ -210,11 +210,7 @@ def _check_array_options(options: SweepOptions) -> None:
 
 
 def _select_array_members(base: Base, members: Sequence[Member]) -> tuple[list[Member], list[str]]:
-    """Return the members that jobs can train now, and sentences about the others.
-
-    Raises:
-        ConfigError: No member is left.
-    """
+    """Return the members that jobs can train now, and sentences about the others."""
     outcomes = read_outcomes(base, members)
     finished_names = {name for name in outcomes if outcomes[name].state == "finished"}
     running_names = {name for name in outcomes if outcomes[name].state == "running"}
@@ -317,11 +313,7 @@ def job_script(
 
 
 def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Site]:
-    """Return a job with the values of its site and queue, and its site with the queue's nodes.
-
-    Raises:
-        ConfigError: An option does not fit the site, the scheduler, or another option.
-    """
+    """Return a job with the values of its site and queue, and its site with the queue's nodes."""
     site = find_site(options.site)
     minutes = read_minutes(options.time)
     scheduler = options.scheduler or site.schedulers[0]
@@ -352,12 +344,7 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
 
 
 def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreConfig:
-    """Return the options of a run of the job.
-
-    Raises:
-        ConfigError: The trainer refuses them, or they have no folder, or do not fit the ranks, the
-            length or the device.
-    """
+    """Return the options of a run of the job, checked for its ranks, its length and its device."""
     assert job.gpus_per_node is not None
     config = parse_args(arguments)
     if config.output_dir is None:

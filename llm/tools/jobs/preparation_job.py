@@ -75,11 +75,7 @@ def _parse_options(command: Sequence[str]) -> PreparationJobOptions:
 
 
 def _parse_prepare_options(arguments: Sequence[str]) -> PrepareConfig:
-    """Read and check the options of `llm-trainers prepare`.
-
-    Raises:
-        ConfigError: There are none, or `llm-trainers prepare` refuses them.
-    """
+    """Read and check the options of `llm-trainers prepare`."""
     if not arguments:
         raise ConfigError("The options of llm-trainers prepare are missing: write them after --.")
     config = parse_options(PrepareConfig, arguments, prog="llm-trainers prepare", description="")
@@ -108,11 +104,7 @@ def _check_first_text(config: PrepareConfig) -> None:
 
 
 def _place_job(options: PreparationJobOptions) -> tuple[PreparationJobOptions, Site]:
-    """Return a job with its scheduler and queue, and its site with the queue's nodes.
-
-    Raises:
-        ConfigError: An option does not fit the site, or no queue accepts the job.
-    """
+    """Return a job with its scheduler and queue, and its site with the queue's nodes."""
     site = find_site(options.site)
     job = replace(options, scheduler=options.scheduler or site.schedulers[0])
     check_job(job, site)

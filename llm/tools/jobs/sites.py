@@ -242,16 +242,7 @@ def _make_site(place: str, table: Any) -> Site:
 
 
 def _checked_values(cls: type, place: str, table: Any) -> dict[str, Any]:
-    """Return the values of a table that has the keys and the types of a dataclass.
-
-    Args:
-        cls: Site or Queue.
-        place: Where the table is, for messages.
-        table: The table as TOML gives it.
-
-    Raises:
-        ConfigError: It has another key or type, or lacks a key.
-    """
+    """Return the values of a table that has the keys and the types of a dataclass."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place} is not a table of a site; write its keys below [NAME].")
     types = typing.get_type_hints(cls)

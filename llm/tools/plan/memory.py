@@ -399,14 +399,7 @@ class StagePlan:
         is_optimizer_step: bool,
         gathers_head: bool,
     ) -> int:
-        """Return the bytes of buffers, gathered weights and messages at a moment.
-
-        Args:
-            unreduced_bytes: Bytes of this micro-batch's gradients that are not reduced yet.
-            is_backward: Whether the moment is in the backward pass.
-            is_optimizer_step: Whether the moment is in the optimizer's step.
-            gathers_head: Whether the output head is gathered, even without accumulation.
-        """
+        """Return the bytes of buffers, gathered weights and messages, as for `_memory_at`."""
         size = self.param_counts.buffers
         if self.job.options.device != "cpu":
             size += CONTEXT

@@ -64,12 +64,7 @@ def _mark_undone_after(event: Event, step: int) -> Event:
 
 
 def _describe_event(line: dict[str, Any], *, is_saved: bool) -> str | None:
-    """Return the text of an event for the page; None for kinds that it does not show.
-
-    Args:
-        line: A line of events.jsonl.
-        is_saved: Whether a checkpoint of its step exists.
-    """
+    """Return the text of an event for the page; None for kinds that it does not show."""
     samples = f"samples {line.get('first_sample')} to {line.get('last_sample')}"
     match line["event"]:
         case "start":

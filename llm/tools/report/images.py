@@ -110,14 +110,7 @@ def _set_axes(plot: Axes, panel: Panel, *, x_label: str, last_x: float) -> None:
 def _draw_curve(
     plot: Axes, curve: Curve, x_values: npt.NDArray[np.float64], *, run_name: str
 ) -> None:
-    """Draw a curve, and its range if it is thinned out.
-
-    Args:
-        plot: The chart.
-        curve: The curve.
-        x_values: The positions of its points on the x axis.
-        run_name: Name of the run in the legend.
-    """
+    """Draw a curve, and its range if it is thinned out."""
     is_validation = curve.key.startswith("eval_")
     label, style = run_name, _DASHES[curve.run // len(COLORS) % 3]
     if is_validation:

@@ -112,14 +112,7 @@ def _make_category_panel(ranking: Ranking, name: str) -> LossPanel:
 def _make_number_panel(
     ranking: Ranking, name: str, x_values: Sequence[float], *, unit: str
 ) -> LossPanel:
-    """Return the panel of an option with numbers; its axis is logarithmic if all are positive.
-
-    Args:
-        ranking: The runs.
-        name: The option.
-        x_values: The option's number in each ranked run.
-        unit: Their unit; may be empty.
-    """
+    """Return the panel of an option with numbers; its axis is logarithmic if all are positive."""
     members = ranking.members
     texts = format_options([member.options[name] for member in members])
     labels = [text.removesuffix(f" {unit}").removesuffix(f" {unit[:-1]}") for text in texts]
@@ -140,13 +133,7 @@ def _make_number_panel(
 
 
 def _make_lines(ranking: Ranking, name: str, x_by_run: Mapping[int, float]) -> list[Line]:
-    """Return lines through the groups that differ in an option, and in options that follow it.
-
-    Args:
-        ranking: The runs.
-        name: The option.
-        x_by_run: The option's number by the index of the run.
-    """
+    """Return lines through the groups that differ in an option, and in options that follow it."""
     x_values = [x_by_run[member.run] for member in ranking.members]
     fixed_names = [
         option_name

@@ -177,11 +177,7 @@ def best_evaluation(rows: list[Row]) -> Evaluation | None:
 
 
 def _read_run(path: Path, name: str) -> Run:
-    """Read a run folder, or the folder of a mean of checkpoints.
-
-    Raises:
-        ConfigError: The folder is neither.
-    """
+    """Read a run folder, or the folder of a mean of checkpoints."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run (its --output_dir).")
     if any((path / file).is_file() for file in _RUN_FILES):

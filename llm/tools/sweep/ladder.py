@@ -224,12 +224,7 @@ def _count_tokens(user_options: Mapping[str, Any]) -> int:
 
 
 def _describe_model(user_options: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return the options that name a GPT-2 if nothing is named, and enlarge a small vocabulary.
-
-    Args:
-        user_options: The user's options, by name.
-        num_tokens: Tokens of the tokenizer.
-    """
+    """Return the options that name a GPT-2 if nothing is named, and enlarge a small vocabulary."""
     is_named = any(user_options.get(name) for name in _MODEL_NAMES)
     model: dict[str, Any] = {} if is_named else {"model_type": "gpt2"}
     overrides = user_options.get("config_overrides")
@@ -240,15 +235,7 @@ def _describe_model(user_options: Mapping[str, Any], num_tokens: int) -> dict[st
 
 
 def _fit_size(size: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that give a model a number of parameters.
-
-    Args:
-        size: The number of parameters, such as 60M.
-        model: The options of the model, by name.
-
-    Raises:
-        ConfigError: The text is not a number of parameters, or no shape has it.
-    """
+    """Return the options that give a model a number of parameters, such as 60M."""
     try:
         num_parameters = Tokens(size)
     except ValueError:
@@ -285,12 +272,7 @@ def _single_rung(rung_base: _RungBase, ratio: float) -> Rung:
 
 
 def _trunk_and_branches(rung_base: _RungBase, ratios: Sequence[float]) -> list[Rung]:
-    """Return a trunk with a constant rate, and a branch with a cooldown for each length.
-
-    Args:
-        rung_base: The options that the members share.
-        ratios: The lengths in tokens per parameter, the shortest first.
-    """
+    """Return a trunk with a constant rate, and a branch with a cooldown for each ratio."""
     num_parameters = count_parameters(
         read_model_fields({**rung_base.user_options, **rung_base.shape})
     ).total
@@ -341,10 +323,6 @@ def _branch_steps(ratios: Sequence[float], shortest_length: int, batch_tokens: i
         ratios: The lengths in tokens per parameter, the shortest first.
         shortest_length: The shortest length in tokens.
         batch_tokens: Tokens of a step.
-
-    Raises:
-        ConfigError: The trunk would keep too many checkpoints, or the cooldown of the shortest
-            branch has no step.
     """
     multiples = _common_multiples(ratios)
     unit_tokens = shortest_length / multiples[0] * (1 - _COOLDOWN_FRACTION)
@@ -364,13 +342,7 @@ def _branch_steps(ratios: Sequence[float], shortest_length: int, batch_tokens: i
 def _make_trunk(
     rung_base: _RungBase, options: Mapping[str, Any], branch_steps: Sequence[int]
 ) -> Member:
-    """Return a run that ends at the last of some steps, and keeps a checkpoint at each of them.
-
-    Args:
-        rung_base: The options that the members share.
-        options: Options of the trunk and its branches.
-        branch_steps: The steps where branches start.
-    """
+    """Return a run that ends at the last of some steps, and keeps a checkpoint at each of them."""
     keep_every = math.gcd(*branch_steps)
     trunk_options = {
         **options,

@@ -103,11 +103,7 @@ def check_number(num_members: int, max_members: int) -> None:
 
 
 def _parse_item(item: str) -> tuple[str, list[str]]:
-    """Return the option and the values of an item of the grid, such as `seed=1,2`.
-
-    Raises:
-        ConfigError: It has no values, or a value twice.
-    """
+    """Return the option and the values of an item of the grid, such as `seed=1,2`."""
     name, value_list = option_name(item), item.partition("=")[2]
     values: list[str] = []
     with contextlib.suppress(csv.Error):  # a quote is missing
@@ -253,11 +249,7 @@ def check_members(
 
 
 def _check_new_branch(base: Base, member: Member) -> None:
-    """Refuse a branch of a parent that has not started, if its folder holds a run.
-
-    Raises:
-        ConfigError: Names the folder.
-    """
+    """Refuse a branch of a parent that has not started, if its folder holds a run."""
     folder = base.folder / member.name
     if (folder / "config.toml").exists():
         raise ConfigError(

@@ -160,11 +160,7 @@ class Trials:
 
     @contextlib.contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Keep other commands from starting a trial, on file systems that have locks.
-
-        Raises:
-            ConfigError: Another command does not release the lock.
-        """
+        """Keep other commands from starting a trial, on file systems that have locks."""
         path = self._folder / ".study.lock"
         with path.open("a") as file:
             try:
@@ -256,11 +252,7 @@ def _make_member(number: int, params: Mapping[str, Any]) -> Member:
 
 
 def _check_optuna() -> None:
-    """Refuse a search without Optuna.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
+    """Refuse a search without Optuna."""
     try:
         import optuna  # noqa: F401
     except ImportError as error:

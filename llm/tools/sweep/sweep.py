@@ -65,14 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _open_trials(
     options: SweepOptions, base: Base, member: Member, *, nproc_per_node: int | str
 ) -> Trials | None:
-    """Return the trials of the study, which is created if members start; otherwise None.
-
-    Args:
-        options: Options of the sweep.
-        base: The options and the folder that members share.
-        member: A member, which has the options that all trials share.
-        nproc_per_node: Processes of a member on each node, or `auto`.
-    """
+    """Return the trials of the study, which is created if members start; otherwise None."""
     if options.status and not has_study(base.folder):
         return None
     return Trials(
