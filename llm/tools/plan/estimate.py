@@ -12,8 +12,8 @@ from llm.parallel.dims import ParallelDims
 from llm.parallel.pipeline.pipeline_schedule import compute_bubble_fraction
 from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
-from llm.tools.plan.memory import FP8, HALF, Memory, peak_memory
-from llm.tools.plan.rank_model import FP32, num_elements
+from llm.tools.plan.memory import Memory, peak_memory
+from llm.tools.plan.rank_model import FP8, FP32, HALF, num_elements
 from llm.trainers.gpt.config import find_planned_run_problems
 
 
@@ -152,12 +152,20 @@ class _RankTraffic:
         return _make_ring_transfer("shard", "weights and gradients", size, shards, ranks_per_node)
 
     def estimate_expert_transfer(self) -> Transfer | None:
-        """Return the all-to-alls of tokens with expert parallelism."""
+        """Return the all-to-alls of tokens, with equal parts for all ranks and for itself."""
         if not self._experts.message_bytes:
             return None
         num_messages = _num_expert_layers(self._job, self._dims) * self._micro_batches
         size = num_messages * self._experts.message_bytes
-        return _make_all_to_all_transfer(size, self._dims.expert, self._ranks_per_node)
+        num_ranks = self._dims.expert
+        ranks_on_node = max(1, min(num_ranks, self._ranks_per_node))
+        return Transfer(
+            axis="expert",
+            what="tokens to their experts and back",
+            in_node=size * (ranks_on_node - 1) / num_ranks,
+            between_nodes=size * (num_ranks - ranks_on_node) / num_ranks,
+            overlapped=False,
+        )
 
     def estimate_shared_expert_transfer(self) -> Transfer | None:
         """Return the gathers of experts that ranks share, and the reduce-scatters of gradients."""
@@ -248,18 +256,6 @@ def _make_ring_transfer(
         in_node=num_bytes if fits_on_node else num_bytes - between_nodes,
         between_nodes=between_nodes,
         overlapped=axis in ("shard", "replicate"),
-    )
-
-
-def _make_all_to_all_transfer(num_bytes: float, num_ranks: int, ranks_per_node: int) -> Transfer:
-    """Count an all-to-all: each rank sends equal parts of `num_bytes` to all ranks and itself."""
-    ranks_on_node = max(1, min(num_ranks, ranks_per_node))
-    return Transfer(
-        axis="expert",
-        what="tokens to their experts and back",
-        in_node=num_bytes * (ranks_on_node - 1) / num_ranks,
-        between_nodes=num_bytes * (num_ranks - ranks_on_node) / num_ranks,
-        overlapped=False,
     )
 
 

@@ -4,12 +4,10 @@ import dataclasses
 
 from llm.parallel.dims import ParallelDims
 from llm.tools.plan.job import Job
-from llm.tools.plan.rank_model import FP32, num_elements
+from llm.tools.plan.rank_model import FP32, HALF, num_elements
 
 FULLEST_LOAD = 1.5
 """Tokens of the fullest rank, relative to the mean; 1 is perfect balance."""
-
-_HALF = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
     expert_params = [p for p in block if p in param_counts.experts]
     stacks = [p for p in expert_params if p.ndim == 3]  # [experts, rows, columns]
     is_half = options.mixed_precision != "no"
-    element_bytes = _HALF if is_half else FP32
+    element_bytes = HALF if is_half else FP32
     num_products = 4 if options.activation_checkpointing == "full" else 3
     num_messages = 4 if options.activation_checkpointing == "none" else 6
     excess_rows = (FULLEST_LOAD - 1) * trace.expert_rows
@@ -62,7 +60,7 @@ def expert_costs(job: Job, dims: ParallelDims) -> ExpertCosts:
         elements=num_elements(expert_params),
         local_elements=local_elements,
         activations=excess_rows * element_bytes * sum(p.shape[1] + p.shape[2] for p in stacks),
-        casts=_HALF * local_elements if is_half and not is_gathered else 0,
+        casts=HALF * local_elements if is_half and not is_gathered else 0,
         gathered_elements=local_elements if is_gathered else 0,
         flops=excess_rows * 2 * num_products * sum(p.numel() / len(p) for p in stacks),
         message_bytes=num_messages * FULLEST_LOAD * trace.expert_rows * trace.width * element_bytes,

@@ -10,13 +10,7 @@ from llm.optim.run_optimizer import MatrixTraffic, StateMemory
 from llm.parallel.dims import ParallelDims
 from llm.tools.plan.expert_costs import expert_costs
 from llm.tools.plan.job import Job
-from llm.tools.plan.rank_model import FP32, num_elements, shard_sizes
-
-HALF = 2
-"""Bytes of a number in half precision."""
-
-FP8 = 1
-"""Bytes of a number in float8."""
+from llm.tools.plan.rank_model import FP8, FP32, HALF, num_elements, shard_sizes
 
 CONTEXT = GIB
 """Bytes of a GPU that the driver, cuBLAS and NCCL use in addition to tensors."""
@@ -429,15 +423,13 @@ class StagePlan:
 
     def _extra_bytes(self, state: StateMemory, *, is_optimizer_step: bool) -> int:
         """Return the bytes of an extension's state; of a sharded layer, only its owner has some."""
-        dims = self.dims
         temporary = state.stepping if is_optimizer_step else state.recording
-        if dims.is_replicated:
+        if self.dims.is_replicated:
             return state.replicated + temporary
         fraction = self.num_layers / len(self.param_counts.blocks)
-        num_owners = dims.shard * dims.context
         if is_optimizer_step and state.divided_stepping:
-            temporary = state.divided_stepping // num_owners
-        return int(fraction * (state.divided / num_owners + temporary))
+            temporary = state.divided_stepping // self.num_shards
+        return int(fraction * (state.divided / self.num_shards + temporary))
 
     def _gathered_bytes(self, *, is_backward: bool, gathers_head: bool) -> int:
         """Return the bytes of gathered weights (this layer and the next) and of reduced gradients.

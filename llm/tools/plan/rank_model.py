@@ -21,8 +21,8 @@ from llm.parallel.tensor_plans import check_tensor_parallel, make_tensor_plan, s
 from llm.tools.plan.options import PlanOptions
 from llm.trainers.gpt.seams import choose_factory, make_extensions
 
-FP32 = 4
-"""Bytes of a number."""
+FP32, HALF, FP8 = 4, 2, 1
+"""Bytes of a number in single and half precision, and in float8."""
 
 _LAYER_COLUMNS = ("colwise", "conv1d_colwise", "conv1d_heads")
 _COLUMNS = (*_LAYER_COLUMNS, "colwise_gather_output")
