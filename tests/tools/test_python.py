@@ -284,7 +284,7 @@ def test_several_processes_train_one_model(bench):
 def notebook(monkeypatch):
     """IPython as in a notebook; returns what it shows, the present state last."""
     shown: list[str] = []
-    handle = SimpleNamespace(update=lambda html: shown.append(html._repr_html_()))
+    handle = SimpleNamespace(update=shown.append)
     ipython, display = ModuleType("IPython"), ModuleType("IPython.display")
     ipython.get_ipython = lambda: SimpleNamespace(kernel=None)
     display.HTML, display.display = str, lambda html, display_id: handle

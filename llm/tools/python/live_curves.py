@@ -26,8 +26,8 @@ def make_display(folder: Path) -> Callable[[str], None]:
     Args:
         folder: The run's folder.
     """
-    handle = _make_notebook_output()
-    return show_line if handle is None else NotebookDisplay(folder, handle)
+    show_html = _make_notebook_output()
+    return show_line if show_html is None else NotebookDisplay(folder, show_html)
 
 
 def show_line(line: str) -> None:
@@ -36,15 +36,16 @@ def show_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _make_notebook_output() -> Any:
-    """Return the handle of an output that can be replaced; None outside of a notebook."""
+def _make_notebook_output() -> Callable[[str], None] | None:
+    """Return a function that replaces the HTML of an output; None outside of a notebook."""
     ipython = sys.modules.get("IPython")  # a notebook has imported it
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         return None
     from IPython.display import HTML, display
 
-    return display(HTML(""), display_id=True)
+    handle: Any = display(HTML(""), display_id=True)
+    return lambda text: handle.update(HTML(text))
 
 
 class NotebookDisplay:
@@ -52,11 +53,11 @@ class NotebookDisplay:
 
     Args:
         folder: The run's folder.
-        handle: The handle of an output, with the method `update`.
+        show_html: Replaces what the output shows.
     """
 
-    def __init__(self, folder: Path, handle: Any) -> None:
-        self._run, self._handle = Run(folder), handle
+    def __init__(self, folder: Path, show_html: Callable[[str], None]) -> None:
+        self._run, self._show_html = Run(folder), show_html
         self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._updated_at = 0.0
         self._num_earlier_events = len(read_json_lines(folder / "events.jsonl"))
@@ -68,7 +69,7 @@ class NotebookDisplay:
         is_step = line.startswith("step ")
         if not is_step or time.monotonic() - self._updated_at >= _UPDATE_SECONDS:
             self._updated_at = time.monotonic()
-            self._handle.update(_Html(self.render()))
+            self._show_html(self.render())
 
     def render(self) -> str:
         """Return the present state as HTML."""
@@ -92,16 +93,6 @@ class NotebookDisplay:
         events = read_json_lines(self._run.path / "events.jsonl")[self._num_earlier_events :]
         totals = [event["total_steps"] for event in events if event and event.get("total_steps")]
         return int(totals[-1]) if totals else None
-
-
-class _Html:
-    """HTML that a notebook shows."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def _repr_html_(self) -> str:
-        return self._text
 
 
 class _Axes(NamedTuple):
