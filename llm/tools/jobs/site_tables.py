@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from llm.tools.jobs.sites import FACTS, Site
+from llm.tools.report.cell_text import align_columns
 
 
 def site_table(sites: Mapping[str, Site]) -> list[str]:
@@ -11,11 +12,7 @@ def site_table(sites: Mapping[str, Site]) -> list[str]:
     for name, site in sites.items():
         device = "-" if site.device is None else f"{site.gpus_per_node} {site.device}"
         rows.append((name, "/".join(site.schedulers), device, site.ran, site.date or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return align_columns(rows)
 
 
 def site_description(name: str, site: Site) -> list[str]:

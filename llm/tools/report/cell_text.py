@@ -1,4 +1,6 @@
-"""Numbers and options as the text of a table's cells."""
+"""Numbers and options as the text of a table's cells, and tables as lines of text."""
+
+from collections.abc import Sequence
 
 
 def format_short(value: float) -> str:
@@ -32,3 +34,12 @@ def format_option(value: object) -> str | None:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return None if value is None else str(value)
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines; each column is as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from llm.config.options import fields
-from llm.tools.report.cell_text import format_count, format_option
+from llm.tools.report.cell_text import align_columns, format_count, format_option
 from llm.tools.report.runs import Run, find_parent, natural_key
 from llm.trainers.gpt.extensions import GPTConfig
 
@@ -374,9 +374,5 @@ def format_ranking(ranking: Ranking) -> str:
         is_group_member = not row.rank and not row.problem
         cells = [row.cells.get(column, "").replace("±", "+-") for column in columns]
         table.append([row.rank or "-" * bool(row.problem), "  " * is_group_member + label, *cells])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in table
-    ]
-    return "".join(f"{line}\n" for line in [*lines, *filter(None, [ranking.remark])])
+    remarks = filter(None, [ranking.remark])
+    return "".join(f"{line}\n" for line in [*align_columns(table), *remarks])

@@ -15,6 +15,7 @@ from llm.config.options import missing_requirements
 from llm.config.program import program
 from llm.errors import ConfigError
 from llm.runtime.signals import EXIT_PREEMPTED
+from llm.tools.report.cell_text import align_columns
 from llm.tools.sweep.ladder import ladder_lines, ladder_rungs
 from llm.tools.sweep.member_state import LOG_NAME, Outcome, read_outcome
 from llm.tools.sweep.members import Base, Member, check_members, check_number, grid_members
@@ -137,11 +138,10 @@ def read_sweep(
                 "--sampler needs a range, as in --search learning_rate=1e-4..1e-2:log."
             )
         members = end_members(read_search(options.search))
-        check_members(base, members, nodes=nodes, nproc_per_node=nproc_per_node)
-        return base, members
-    if options.search:
+    elif options.search:
         raise ConfigError("--search needs --sampler optuna, which chooses the values.")
-    members = _make_members(options, base)
+    else:
+        members = _make_members(options, base)
     check_members(base, members, nodes=nodes, nproc_per_node=nproc_per_node)
     return base, members
 
@@ -206,11 +206,7 @@ def make_table(base: Base, outcomes: Mapping[str, Outcome]) -> str:
         )
         for name, outcome in outcomes.items()
     ]
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (heading, *rows)
-    ]
+    lines = align_columns([heading, *rows])
     for name, outcome in outcomes.items():
         if outcome.sentence and outcome.state != "finished":
             log_path = base.folder / name / LOG_NAME
