@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llm.errors import DataError, one_line
+from llm.runtime.offline import offline_if_unreachable
 
 _HUB_URL = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
 
@@ -41,9 +42,10 @@ def find_hub_files(
     """
     import datasets
 
-    with explain_dataset_errors(
+    explain_errors = explain_dataset_errors(
         dataset_name, dataset_config_name, is_local=False, option_name=option_name
-    ):
+    )
+    with explain_errors, offline_if_unreachable(dataset_name):
         builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
     foreign_urls = [url for url in urls if _HUB_URL.fullmatch(url) is None]

@@ -31,6 +31,7 @@ from llm.models.patches.recomputation import recompute_activations
 from llm.models.patches.routers import route_in_float32
 from llm.models.patches.tied_embedding import tie_gradients
 from llm.models.transforms import Transform
+from llm.runtime.offline import offline_if_unreachable
 
 logger = logging.getLogger("llm.models")
 
@@ -203,7 +204,8 @@ def _load_pretrained(
     """
     try:
         # Keyed, because transformers draws weights that the files lack.
-        with keyed_generator(seed, "missing", torch.device("cpu")):
+        generator = keyed_generator(seed, "missing", torch.device("cpu"))
+        with generator, offline_if_unreachable(weights_from):
             model = AutoModelForCausalLM.from_pretrained(
                 weights_from, config=config, **_transformers_arguments(options)
             )

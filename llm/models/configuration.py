@@ -18,7 +18,7 @@ from llm.models.options import ModelOptions, is_hub_kernel, shape_options
 from llm.models.overrides import nearest_names, override_fields
 from llm.models.shapes import gpt2_fields, shape_changes
 from llm.models.sizes import EXPERTS_PER_TOKEN_NAMES
-from llm.runtime.offline import offline_remark
+from llm.runtime.offline import offline_if_unreachable, offline_remark
 
 logger = logging.getLogger("llm.models")
 
@@ -200,7 +200,8 @@ def _load_named_config(options: ModelOptions, name: str) -> PreTrainedConfig:
     if not is_local:
         logger.info(f"asking the Hugging Face Hub for {name}")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        with offline_if_unreachable(name):
+            return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # a model's code may raise anything
         reason = _describe_read_error(error, is_local=is_local)
         raise ConfigError(f"{option} {name} {reason}") from error

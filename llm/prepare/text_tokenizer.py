@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llm.errors import ConfigError
+from llm.runtime.offline import offline_if_unreachable
 from llm.tokenizers.load_tokenizer import (
     TokenizerFiles,
     compute_backend_fingerprint,
@@ -92,7 +93,8 @@ def load_text_tokenizer(
         text_tokenizer = _load_without_transformers(files, name)
         if text_tokenizer is not None:
             return text_tokenizer
-    tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
+    with offline_if_unreachable(options.tokenizer_name):
+        tokenizer = load_tokenizer(options, trust_remote_code=trust_remote_code)
     return wrap_transformers_tokenizer(tokenizer, name)
 
 

@@ -22,7 +22,7 @@ from llm.config.toml import read_toml, values_as_toml
 from llm.errors import ConfigError, LLMError, one_line
 from llm.runtime.files import write_whole
 from llm.runtime.logging import quiet_libraries, set_up_logging
-from llm.runtime.offline import offline_variable
+from llm.runtime.offline import find_connection_problem, offline_variable
 from llm.runtime.world import ignore_ranks
 from llm.trainers.gpt.extensions import EXTENSIONS, GPTConfig
 from llm.trainers.gpt.load_trained_model import load_run_tokenizer
@@ -223,6 +223,8 @@ def _explain_hub_errors(option_name: str, name: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
+    if (problem := find_connection_problem()) is not None:
+        raise _make_download_error(option_name, name, problem)
     try:
         yield
     except LLMError:
@@ -244,10 +246,14 @@ def _explain_hub_errors(option_name: str, name: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # the client raises many types: network, Hub, disk
         reason = one_line(error.__cause__ or error)
-        raise ConfigError(
-            f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
-            "and the disk, and run this again: it downloads only the missing files."
-        ) from error
+        raise _make_download_error(option_name, name, reason) from error
+
+
+def _make_download_error(option_name: str, name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--{option_name} {name} was not downloaded completely ({reason}); check the network "
+        "and the disk, and run this again: it downloads only the missing files."
+    )
 
 
 def _download_files(

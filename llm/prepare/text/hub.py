@@ -13,6 +13,7 @@ from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.readers import batch_record_texts, choose_column
 from llm.prepare.text.sources import Source
+from llm.runtime.offline import offline_if_unreachable
 
 _BATCH_ROWS = 1000
 _ROWS_PER_CHUNK = 100_000
@@ -112,7 +113,8 @@ class _DatasetLoader:
         import datasets
 
         if self.folder is None:
-            return datasets.load_dataset(self.name, self.config, **self._options)
+            with offline_if_unreachable(self.name):
+                return datasets.load_dataset(self.name, self.config, **self._options)
         if self.config and self.folder.name != self.config:
             logger.warning(
                 f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "

@@ -210,17 +210,12 @@ def _count_tokens(user_options: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: The tokenizer cannot be read.
     """
-    from llm.tokenizers.load_tokenizer import load_tokenizer
     from llm.trainers.gpt.data_tokenizer import use_tokenizer_of_data
     from llm.trainers.gpt.extensions import GPTConfig
+    from llm.trainers.gpt.load_trained_model import load_run_tokenizer
 
     config = use_tokenizer_of_data(GPTConfig(**user_options))
-    tokenizer = load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return len(tokenizer)
+    return len(load_run_tokenizer(config))
 
 
 def _describe_model(user_options: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:

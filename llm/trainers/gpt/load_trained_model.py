@@ -24,6 +24,7 @@ from llm.checkpoint.load import (
 from llm.checkpoint.retention import BEST_LINK
 from llm.errors import CheckpointError, ConfigError
 from llm.models.options import ARCHITECTURE_OPTIONS
+from llm.runtime.offline import offline_if_unreachable
 from llm.tokenizers.options import TOKENIZER_FILES
 from llm.trainers.gpt.config import CoreConfig
 from llm.trainers.gpt.seams import list_transforms, make_extensions
@@ -81,12 +82,13 @@ def load_run_tokenizer(
     from llm.tokenizers.load_tokenizer import choose_begin_token, load_tokenizer
     from llm.tokenizers.template import match_training_template
 
-    tokenizer = load_tokenizer(
-        config,
-        model_name_or_path=config.model_name_or_path,
-        model_config=model_config,
-        trust_remote_code=config.trust_remote_code,
-    )
+    with offline_if_unreachable(config.tokenizer_name or config.model_name_or_path):
+        tokenizer = load_tokenizer(
+            config,
+            model_name_or_path=config.model_name_or_path,
+            model_config=model_config,
+            trust_remote_code=config.trust_remote_code,
+        )
     match_training_template(
         tokenizer, choose_begin_token(tokenizer.bos_token_id, config.prepend_bos)
     )
