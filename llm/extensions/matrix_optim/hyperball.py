@@ -19,6 +19,7 @@ from llm.extensions.matrix_optim.matrix_settings import MatrixSettings
 from llm.extensions.matrix_optim.muon import find_layer_matrices
 from llm.optim.groups import embedding_settings, split_groups
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
+from llm.runtime.float32 import sums_dtype
 
 
 class _WeightShard(NamedTuple):
@@ -179,7 +180,7 @@ class Hyperball:
         radii, squared_norms = list(self._radius_by_name.values()), []
         for tensor, weight, radius in zip(tensors, weights or tensors, radii, strict=True):
             shard = self._shard_by_weight[weight]
-            square_sums = torch.zeros_like(radius, dtype=_sum_dtype(radius.device))
+            square_sums = torch.zeros_like(radius, dtype=sums_dtype(radius.device))
             if tensor.numel() and shard.is_counted:
                 row_norms = torch.linalg.vector_norm(
                     tensor, dim=shard.input_dim, dtype=square_sums.dtype
@@ -315,7 +316,7 @@ def _describe_shard(
     input_dim = 2 * weight.ndim - 3 - output_dim  # the other one of the last two
     num_outputs = weight.shape[output_dim]
     whole_membership = torch.zeros(
-        num_outputs, len(fusion.sizes), dtype=_sum_dtype(weight.device), device=weight.device
+        num_outputs, len(fusion.sizes), dtype=sums_dtype(weight.device), device=weight.device
     )
     for matrix_index, outputs in enumerate(fusion.split(torch.arange(num_outputs), 0).values()):
         whole_membership[outputs, matrix_index] = 1.0
@@ -337,8 +338,3 @@ def _find_local_range(weight: nn.Parameter, dim: int, matrix_owners: MatrixOwner
         return slice(0, 0)
     first_index = int(local_indices.flatten()[0])
     return slice(first_index, first_index + local_indices.shape[dim])
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, unless the device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
