@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -390,14 +391,13 @@ def _record_calls(
     """Run a model once; return each call of a layer in order, with its input; not of stacks."""
     calls: list[tuple[Layer, Tensor]] = []
 
-    def make_hook(layer: Layer) -> Any:
-        def record_call(_: nn.Module, args: tuple[Any, ...], kwargs: Any, __: Any) -> None:
-            calls.append((layer, read_input(args, kwargs)))
-
-        return record_call
+    def record_call(
+        layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: Any, __: Any
+    ) -> None:
+        calls.append((layer, read_input(args, kwargs)))
 
     handles = [
-        layer.module.register_forward_hook(make_hook(layer), with_kwargs=True)
+        layer.module.register_forward_hook(partial(record_call, layer), with_kwargs=True)
         for layer in layers
         if not layer.is_stack
     ]

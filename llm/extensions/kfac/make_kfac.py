@@ -194,25 +194,45 @@ def make_kfac(
         coverage = find_model_coverage(options, model)
     else:
         coverage = coverage.restrict_to_stage(model)
+    method = choose_kfac_method(options)
     update_settings = _choose_update_settings(options)
+    preconditioner_settings: dict[str, Any] = {
+        "damping": options.kfac_damping or DAMPING,
+        "kl_clip": options.kfac_kl_clip or KL_CLIP,
+    }
     optimizer: torch.optim.Optimizer
     recorder: Curvature | ExternalPreconditioner
     preconditioner: Preconditioner | ExternalPreconditioner | None
     if options.kfac_library == "kfac-pytorch":
         optimizer = make_adamw(options, model)
-        recorder = preconditioner = _make_external(options, optimizer, coverage, update_settings)
-    else:
-        recorder = curvature = _make_curvature(
-            options, model, coverage, update_settings, matrix_owners
+        recorder = preconditioner = ExternalPreconditioner(
+            coverage,
+            _parameters_of(optimizer.param_groups),
+            **preconditioner_settings,
+            **update_settings,
         )
-        if choose_kfac_method(options) == "ekfac":
+    else:
+        recorder = curvature = Curvature(
+            coverage,
+            method=method,
+            max_dim=choose_max_block_width(options, model),
+            spread=not options.torch_compile,  # else all factors are due at the same steps
+            ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
+            **update_settings,
+        )
+        if method == "ekfac":
             preconditioner = None
             optimizer = _make_ekfac(
                 options, model, curvature, matrix_owners=matrix_owners, basis_weights=basis_weights
             )
         else:
             optimizer = make_adamw(options, model)
-            preconditioner = _make_preconditioner(options, optimizer, curvature, matrix_owners)
+            preconditioner = Preconditioner(
+                curvature,
+                _parameters_of(optimizer.param_groups),
+                matrix_owners=matrix_owners,
+                **preconditioner_settings,
+            )
     return KFAC(
         optimizer,
         model,
@@ -221,56 +241,6 @@ def make_kfac(
         method_description=_describe_method(options, update_settings),
         matrix_owners=matrix_owners,
         with_ends=options.optimizer == "soap",
-    )
-
-
-def _make_external(
-    options: KFACSettings,
-    optimizer: torch.optim.Optimizer,
-    coverage: Coverage,
-    update_settings: Mapping[str, Any],
-) -> ExternalPreconditioner:
-    """Make the preconditioner of the library kfac-pytorch."""
-    return ExternalPreconditioner(
-        coverage,
-        _parameters_of(optimizer.param_groups),
-        damping=options.kfac_damping or DAMPING,
-        kl_clip=options.kfac_kl_clip or KL_CLIP,
-        **update_settings,
-    )
-
-
-def _make_curvature(
-    options: KFACSettings,
-    model: nn.Module,
-    coverage: Coverage,
-    update_settings: Mapping[str, Any],
-    matrix_owners: MatrixOwners | None,
-) -> Curvature:
-    """Make the factors of the covered layers."""
-    return Curvature(
-        coverage,
-        method=choose_kfac_method(options),
-        max_dim=choose_max_block_width(options, model),
-        spread=not options.torch_compile,  # else all factors are due at the same steps
-        ranks=None if matrix_owners is None else matrix_owners.factor_ranks,
-        **update_settings,
-    )
-
-
-def _make_preconditioner(
-    options: KFACSettings,
-    optimizer: torch.optim.Optimizer,
-    curvature: Curvature,
-    matrix_owners: MatrixOwners | None,
-) -> Preconditioner:
-    """Make the preconditioner that changes the gradients of the covered layers."""
-    return Preconditioner(
-        curvature,
-        _parameters_of(optimizer.param_groups),
-        damping=options.kfac_damping or DAMPING,
-        kl_clip=options.kfac_kl_clip or KL_CLIP,
-        matrix_owners=matrix_owners,
     )
 
 
