@@ -17,9 +17,8 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -43,14 +42,6 @@ class _Role(StrEnum):
     WAITS = "waits"  # wait for another process that prepares them
     PREPARES = "elected"  # prepare them while it holds their lock
     PREPARES_WITHOUT_LOCKS = "elected, no locks"  # the file system has no locks
-
-
-class _LockState(Enum):
-    """The result of an attempt to lock a file."""
-
-    ACQUIRED = auto()
-    HELD_ELSEWHERE = auto()  # by another process
-    UNSUPPORTED = auto()  # the file system has no locks
 
 
 _PREPARING_ROLES = (_Role.PREPARES, _Role.PREPARES_WITHOUT_LOCKS)
@@ -156,9 +147,13 @@ class TokenCache:
             if not rebuild and self._has_usable_files(folder):
                 return _Role.DONE
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock_path = add_suffix(folder, ".lock")
-            lock_state = lock_stack.enter_context(_try_lock_path(lock_path))
-            if lock_state == _LockState.HELD_ELSEWHERE:
+            # The kernel releases the lock when its holder ends, even after a crash. The file stays:
+            # if it were removed, a waiting process and a later one would lock different files.
+            descriptor = os.open(add_suffix(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            lock_stack.callback(os.close, descriptor)
+            try:
+                has_locks = try_lock(descriptor)
+            except BlockingIOError:
                 return _Role.WAITS
             # Check again: another process may have prepared it before this one got the lock.
             if not rebuild:
@@ -169,11 +164,9 @@ class TokenCache:
                     logger.warning(
                         f"the cached tokens in {folder} cannot be used: {' '.join(faults)}"
                     )
-            if lock_state == _LockState.UNSUPPORTED:
-                return _Role.PREPARES_WITHOUT_LOCKS
-            return _Role.PREPARES
+            return _Role.PREPARES if has_locks else _Role.PREPARES_WITHOUT_LOCKS
 
-    @contextmanager
+    @contextlib.contextmanager
     def _explain_errors(self) -> Iterator[None]:
         """Turn an OSError into a DataError that names the option of the cache."""
         try:
@@ -231,20 +224,3 @@ class TokenCache:
                     private_folder.rename(folder)
         finally:
             shutil.rmtree(private_folder, ignore_errors=True)
-
-
-@contextmanager
-def _try_lock_path(path: Path) -> Iterator[_LockState]:
-    """Try to lock a file for the context; yield what became of the attempt."""
-    # The kernel releases the lock when its holder ends, even after a crash. The file stays: if it
-    # were removed, a waiting process and a later one would lock different files.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            has_lock = try_lock(descriptor)
-            lock_state = _LockState.ACQUIRED if has_lock else _LockState.UNSUPPORTED
-        except BlockingIOError:
-            lock_state = _LockState.HELD_ELSEWHERE
-        yield lock_state
-    finally:
-        os.close(descriptor)
