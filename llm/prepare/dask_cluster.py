@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from llm.errors import ConfigError, DataError, one_line
 from llm.prepare.encoder import Encoder, Encoding, make_encoder
@@ -34,41 +32,6 @@ _INSTALL_COMMAND = "pip install 'llm-trainers[dask]'"
 _thread_cache = threading.local()  # on a worker: `key` and `encoding_and_encoder`
 
 logger = logging.getLogger("llm.data")
-
-
-class _EncoderKey(NamedTuple):
-    """The values that determine an encoder; a worker reuses its encoder while they are the same.
-
-    Attributes:
-        tokenizer_fingerprint: Fingerprint of the tokenizer.
-        end_token: Id that ends each document, or None.
-        begin_token: Id that begins each document, or None.
-        dtype: Dtype of the ids on the disk.
-        allow_special_tokens: Whether names of special tokens in a text become these tokens.
-        on_error: Whether to stop at unusable records, or to skip them.
-        allow_fast: Whether to try the fast encoder.
-    """
-
-    tokenizer_fingerprint: str
-    end_token: int | None
-    begin_token: int | None
-    dtype: np.dtype[Any]
-    allow_special_tokens: bool
-    on_error: str
-    allow_fast: bool
-
-    @classmethod
-    def for_encoding(cls, encoding: Encoding, *, allow_fast: bool) -> "_EncoderKey":
-        """Return the key of an encoding's encoder."""
-        return cls(
-            tokenizer_fingerprint=encoding.tokenizer.fingerprint,
-            end_token=encoding.end_token,
-            begin_token=encoding.begin_token,
-            dtype=encoding.dtype,
-            allow_special_tokens=encoding.allow_special_tokens,
-            on_error=encoding.on_error,
-            allow_fast=allow_fast,
-        )
 
 
 class DaskCluster:
@@ -94,11 +57,10 @@ class DaskCluster:
         # Results of equal calls are not reused: an earlier client's files may be gone.
         executor = self._client.get_executor(pure=False)
         encoding_path = _publish_encoding(encoding, shards)
-        encoder_key = _EncoderKey.for_encoding(encoding, allow_fast=allow_fast)
         tasks = self._group_shards(shards)
         working_dir = os.getcwd()  # as paths of the sources may be relative
         futures = [
-            executor.submit(_encode_shards, task, encoder_key, encoding_path, working_dir)
+            executor.submit(_encode_shards, task, encoding_path, allow_fast, working_dir)
             for task in tasks
         ]
         try:
@@ -228,7 +190,7 @@ def _collect_results(
 
 
 def _encode_shards(
-    shards: list[tuple[int, Shard]], encoder_key: _EncoderKey, encoding_path: Path, working_dir: str
+    shards: list[tuple[int, Shard]], encoding_path: Path, allow_fast: bool, working_dir: str
 ) -> list[tuple[int, ShardStats]]:
     """Write a task's shards, except those that a lost worker has written; called on a worker.
 
@@ -241,20 +203,21 @@ def _encode_shards(
     for shard_index, (source, stem) in shards:
         shard_stats = read_shard(stem, verify=True)
         if shard_stats is None:
-            encoding, encoder = _get_cached_encoder(encoder_key, encoding_path)
+            encoding, encoder = _get_cached_encoder(encoding_path, allow_fast=allow_fast)
             shard_stats = write_shard(source, stem, encoding, encoder, on_progress=lambda _: None)
         results.append((shard_index, shard_stats))
     return results
 
 
-def _get_cached_encoder(encoder_key: _EncoderKey, encoding_path: Path) -> tuple[Encoding, Encoder]:
+def _get_cached_encoder(encoding_path: Path, *, allow_fast: bool) -> tuple[Encoding, Encoder]:
     """Return the encoding and the encoder, cached in the worker's thread: they take a second."""
-    if getattr(_thread_cache, "key", None) != encoder_key:
+    key = encoding_path.name, allow_fast  # the name contains a digest of the encoding
+    if getattr(_thread_cache, "key", None) != key:
         _keep_freed_memory()
         encoding = _load_encoding(encoding_path)
-        encoder = make_encoder(encoding, num_threads=1, allow_fast=encoder_key.allow_fast)
+        encoder = make_encoder(encoding, num_threads=1, allow_fast=allow_fast)
         _thread_cache.encoding_and_encoder = encoding, encoder
-        _thread_cache.key = encoder_key
+        _thread_cache.key = key
     encoding_and_encoder: tuple[Encoding, Encoder] = _thread_cache.encoding_and_encoder
     return encoding_and_encoder
 
