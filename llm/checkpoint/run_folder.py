@@ -18,7 +18,7 @@ from llm.config.options import is_too_long
 from llm.errors import CheckpointError, ConfigError, DataError, explain_os_error
 from llm.runtime.claims import HEARTBEAT_TIMEOUT_SECONDS, Claim
 from llm.runtime.files import delete, sync, sync_folder, try_lock, write_whole
-from llm.runtime.logging import append_event
+from llm.runtime.logging import append_event, list_first
 
 logger = logging.getLogger("llm")
 
@@ -142,12 +142,9 @@ class RunFolder:
     def _other_files_error(self, paths: list[Path]) -> ConfigError:
         """Return the error for a folder without a run, but with files that a run would replace."""
         names = [str(path.relative_to(self.path)) for path in paths]
-        name_list = ", ".join(names[:_MAX_LISTED_FILES])
-        if len(names) > _MAX_LISTED_FILES:
-            name_list += f" and {len(names) - _MAX_LISTED_FILES} more"
         return ConfigError(
             f"--output_dir {self.path} holds no run, but files that this run would replace "
-            f"({name_list}); move them away, or name another folder."
+            f"({list_first(names, _MAX_LISTED_FILES)}); move them away, or name another folder."
         )
 
     def check_usable(self) -> None:

@@ -44,6 +44,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.errors import CheckpointError, ConfigError, explain_os_error
 from llm.runtime.agreement import gather, on_all_ranks, on_rank0
 from llm.runtime.files import checksum, delete, sync_file, sync_folder, try_lock, write_whole
+from llm.runtime.logging import list_first
 from llm.runtime.world import world_from_environment
 
 _FOLDER_PREFIX = "llm-staged-"
@@ -340,9 +341,7 @@ def complete_staged_checkpoint(folder: RunFolder, option: str | None) -> None:
 
 def _describe_last_staging(record: dict[str, Any]) -> str:
     """Return a clause about where the last start staged its checkpoints, with some of its hosts."""
-    host_list = ", ".join(record["hosts"][:_MAX_NAMED_HOSTS])
-    if num_unnamed := len(record["hosts"][_MAX_NAMED_HOSTS:]):
-        host_list += f" and {num_unnamed:,} more"
+    host_list = list_first(record["hosts"], _MAX_NAMED_HOSTS)
     return (
         f"The last start staged its checkpoints in {record['root']} on {host_list}, and did not "
         "end well"

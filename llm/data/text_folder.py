@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llm.data.text_identity import COMPRESSIONS, KINDS, bare_name, kind_of, refuse_broken_links
 from llm.errors import DataError
+from llm.runtime.logging import list_first
 
 _DOCUMENTATION_NAMES = (
     *("readme", "license", "licence", "copying", "notice", "changelog"),
@@ -46,7 +47,8 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
             text_files.append(path)
     if excluded_names_by_reason:
         exclusions = ", ".join(
-            f"{_join_names(names)} ({reason})" for reason, names in excluded_names_by_reason.items()
+            f"{list_first(names, _MAX_LOGGED_NAMES)} ({reason})"
+            for reason, names in excluded_names_by_reason.items()
         )
         num_excluded = len(paths) - len(text_files)
         logger.info(
@@ -68,13 +70,6 @@ def refuse_duplicates(paths: Sequence[Path], option: str) -> None:
         if (real_path := path.resolve()) in real_paths:
             raise DataError(f"{option} names {path} twice; give each file once.")
         real_paths.add(real_path)
-
-
-def _join_names(names: Sequence[str]) -> str:
-    """Return the first names as a list in a sentence, and the number of the others."""
-    name_list = ", ".join(names[:_MAX_LOGGED_NAMES])
-    num_omitted = len(names) - _MAX_LOGGED_NAMES
-    return f"{name_list} and {num_omitted:,} more" if num_omitted > 0 else name_list
 
 
 def _walk_folder(folder: Path, option: str) -> list[Path]:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,3 +181,10 @@ def counted(number: int, noun: str) -> str:
     """Return a number and its noun, in the plural unless it is 1: "1 rank", "2,000 steps"."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def list_first(names: Sequence[str], max_names: int) -> str:
+    """Return the first names as a list in a sentence, and the number of the others."""
+    name_list = ", ".join(names[:max_names])
+    num_omitted = len(names) - max_names
+    return f"{name_list} and {num_omitted:,} more" if num_omitted > 0 else name_list

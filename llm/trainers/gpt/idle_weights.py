@@ -1,10 +1,10 @@
 """Weights that are trained but do not take part in the loss."""
 
 import logging
-from collections.abc import Sequence
 
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
+from llm.runtime.logging import list_first
 
 _MAX_LISTED_WEIGHTS = 3
 """Maximum number of weights that the log names."""
@@ -34,15 +34,8 @@ def log_idle_weights(strategy: AcceleratedStrategy) -> None:
     logger.info(
         f"{len(idle_weights):,} of {len(num_parameters_by_weight):,} trained weights "
         f"({num_idle_parameters:,} parameters) got no gradient in the first step, and keep "
-        f"their values if that stays so: {_list_names(idle_weights)}."
+        f"their values if that stays so: {list_first(idle_weights, _MAX_LISTED_WEIGHTS)}."
     )
-
-
-def _list_names(names: Sequence[str]) -> str:
-    """Return the first names as a list, and the number of the others."""
-    name_list = ", ".join(names[:_MAX_LISTED_WEIGHTS])
-    num_unlisted = len(names) - _MAX_LISTED_WEIGHTS
-    return f"{name_list} and {num_unlisted:,} more" if num_unlisted > 0 else name_list
 
 
 def _list_local_weights(strategy: AcceleratedStrategy) -> tuple[dict[str, int], list[str]]:
