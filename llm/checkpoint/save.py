@@ -172,16 +172,12 @@ class Saver:
             self._save_snapshot(snapshot)
             self.finish()
             return
-        self._start_save_thread(snapshot)
-        if not self._options.async_checkpoint:
-            self._training_may_continue.wait()
-
-    def _start_save_thread(self, snapshot: Snapshot) -> None:
-        """Write a snapshot in a thread, which `finish` joins."""
         self._training_may_continue.clear()
         self._thread = threading.Thread(target=self._save_snapshot, args=(snapshot,), name="save")
         self._thread.daemon = True  # on a crash, do not wait for a half-written folder
         self._thread.start()
+        if not self._options.async_checkpoint:
+            self._training_may_continue.wait()
 
     def _take_snapshot(self, *, step: int, eval_loss: float | None) -> Snapshot:
         """Return the state of all parts; the copies of this rank's tensors may still be running.
@@ -262,7 +258,9 @@ class Saver:
             if self._staging is not None:
                 staged_checkpoint = self._stage_checkpoint(snapshot, self._staging)
             if staged_checkpoint is not None:
-                self._continue_after_staging(staged_checkpoint)
+                if not self._options.async_checkpoint:  # training has waited for it
+                    self.blocked_seconds += staged_checkpoint.seconds
+                self._training_may_continue.set()  # while the staged files are copied
             problem = self._write_or_retry(snapshot, staged_checkpoint)
         except NotFiniteError as error:
             self._error = error
@@ -282,12 +280,6 @@ class Saver:
             self._staging.remove(range(snapshot.step + 1))
         write_seconds = time.perf_counter() - start_time
         self._log_save(snapshot.step, staged_checkpoint, write_seconds=write_seconds)
-
-    def _continue_after_staging(self, staged_checkpoint: StagedCheckpoint) -> None:
-        """Let training continue while staged files are copied; count the time that it waited."""
-        if not self._options.async_checkpoint:
-            self.blocked_seconds += staged_checkpoint.seconds
-        self._training_may_continue.set()
 
     def _make_save_error(
         self, step: int, problem: str, staged_checkpoint: StagedCheckpoint | None
