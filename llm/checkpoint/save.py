@@ -251,7 +251,6 @@ class Saver:
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot once its copies are complete; keep the error for `finish`."""
         start_time = time.perf_counter()
-        problem: str | None
         staged_checkpoint: StagedCheckpoint | None = None
         try:
             self._check_snapshot(snapshot)
@@ -261,20 +260,16 @@ class Saver:
                 if not self._options.async_checkpoint:  # training has waited for it
                     self.blocked_seconds += staged_checkpoint.seconds
                 self._training_may_continue.set()  # while the staged files are copied
-            problem = self._write_or_retry(snapshot, staged_checkpoint)
+            self._write_or_retry(snapshot, staged_checkpoint)
         except NotFiniteError as error:
             self._error = error
             return
-        except CheckpointError as error:
-            problem = str(error)
         except Exception as error:  # raised by `finish`, in the training thread
-            problem = f"{type(error).__name__}: {error}"
+            self._remove_unfinished()
+            self._error = self._make_save_error(snapshot.step, error, staged_checkpoint)
+            return
         finally:
             self._training_may_continue.set()
-        if problem is not None:
-            self._remove_unfinished()
-            self._error = self._make_save_error(snapshot.step, problem, staged_checkpoint)
-            return
         self._num_failures = 0
         if self._staging is not None and staged_checkpoint is not None:
             self._staging.remove(range(snapshot.step + 1))
@@ -282,9 +277,11 @@ class Saver:
         self._log_save(snapshot.step, staged_checkpoint, write_seconds=write_seconds)
 
     def _make_save_error(
-        self, step: int, problem: str, staged_checkpoint: StagedCheckpoint | None
+        self, step: int, error: Exception, staged_checkpoint: StagedCheckpoint | None
     ) -> CheckpointError:
         """Return the error of a save that failed, with the place of its staged files."""
+        is_named = isinstance(error, CheckpointError)
+        problem = str(error) if is_named else f"{type(error).__name__}: {error}"
         staging_note = ""
         if staged_checkpoint is not None:
             staging_note = f" It stays in {staged_checkpoint.checkpoint.path}."
@@ -353,25 +350,26 @@ class Saver:
 
     def _write_or_retry(
         self, snapshot: Snapshot, staged_checkpoint: StagedCheckpoint | None
-    ) -> str | None:
+    ) -> None:
         """Write a checkpoint, and retry if the file system fails; all ranks retry together.
 
         Args:
             snapshot: The state.
             staged_checkpoint: The same state in node-local files, to copy.
 
-        Returns:
-            The error of the last attempt, or None.
+        Raises:
+            CheckpointError: The last attempt has failed.
         """
-        problem = self._write_checkpoint(snapshot, staged_checkpoint)
         for delay in _RETRY_DELAYS:
-            if problem is None:
-                break
-            self._remove_unfinished()
-            logger.warning(f"{problem}; trying again in {delay:g} seconds.")
-            time.sleep(delay)
-            problem = self._write_checkpoint(snapshot, staged_checkpoint)
-        return problem
+            try:
+                self._write_checkpoint(snapshot, staged_checkpoint)
+            except CheckpointError as error:
+                self._remove_unfinished()
+                logger.warning(f"{error}; trying again in {delay:g} seconds.")
+                time.sleep(delay)
+            else:
+                return
+        self._write_checkpoint(snapshot, staged_checkpoint)
 
     def _remove_unfinished(self) -> None:
         """Remove a failed save, so that a full disk has room for logs and the status."""
@@ -420,26 +418,22 @@ class Saver:
 
     def _write_checkpoint(
         self, snapshot: Snapshot, staged_checkpoint: StagedCheckpoint | None
-    ) -> str | None:
-        """Write or copy a checkpoint without a retry; return the error of any rank, or None."""
+    ) -> None:
+        """Write or copy a checkpoint without a retry; the error of any rank is raised on all."""
         temporary_path = self._folder / f".{checkpoint_name(snapshot.step)}.tmp"
         # Each of the three calls ends with an exchange, which is also a barrier: no rank writes
         # before the folder exists, rank 0 renames it only when all ranks' files are on the disk,
         # and no rank returns before the rename.
-        try:
-            self._on_all_ranks(lambda: self._make_folder(temporary_path))
-            if staged_checkpoint is None:
-                checkpoint, _ = self._write_files(snapshot, temporary_path)
-            else:
-                checkpoint = staged_checkpoint.checkpoint
-                local_files = staged_checkpoint.local_files
-                self._on_all_ranks(
-                    lambda: copy_staged_files(checkpoint.path, temporary_path, local_files)
-                )
-            self._on_all_ranks(lambda: self._commit_files(replace(checkpoint, path=temporary_path)))
-        except CheckpointError as error:
-            return str(error)
-        return None
+        self._on_all_ranks(lambda: self._make_folder(temporary_path))
+        if staged_checkpoint is None:
+            checkpoint, _ = self._write_files(snapshot, temporary_path)
+        else:
+            checkpoint = staged_checkpoint.checkpoint
+            local_files = staged_checkpoint.local_files
+            self._on_all_ranks(
+                lambda: copy_staged_files(checkpoint.path, temporary_path, local_files)
+            )
+        self._on_all_ranks(lambda: self._commit_files(replace(checkpoint, path=temporary_path)))
 
     def _make_folder(self, temporary_path: Path) -> None:
         if self._rank == 0:
