@@ -1,5 +1,6 @@
 """Samples that training leaves out (`--skip_samples`): maps positions to sample indices."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -73,13 +74,11 @@ class SkippedSamples:
         end_sample = self.sample_indices(num_trained_samples - 1) + 1
         num_trained_by_source = [*count_per_source(end_sample)]
         for range_start, range_end in self.ranges_below(end_sample):
-            counts_before_range, counts_after_range = (
-                count_per_source(range_start),
-                count_per_source(range_end),
+            count_pairs = zip(
+                count_per_source(range_start), count_per_source(range_end), strict=True
             )
-            for source_index in range(len(num_trained_by_source)):
-                num_skipped = counts_after_range[source_index] - counts_before_range[source_index]
-                num_trained_by_source[source_index] -= num_skipped
+            for source_index, (num_before, num_after) in enumerate(count_pairs):
+                num_trained_by_source[source_index] -= num_after - num_before
         return num_trained_by_source
 
 
@@ -94,17 +93,12 @@ def parse_skipped_ranges(text: str | None) -> list[Range]:
     """
     ranges = []
     for range_text in text.split(",") if text else ():
-        first_text, colon, end_text = range_text.strip().partition(":")
-        are_numbers = (
-            first_text.isascii()
-            and first_text.isdigit()
-            and end_text.isascii()
-            and end_text.isdigit()
-        )
-        if not (colon and are_numbers and int(first_text) < int(end_text) <= _MAX_SAMPLES):
+        match = re.fullmatch("([0-9]+):([0-9]+)", range_text.strip())
+        first, stop = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not first < stop <= _MAX_SAMPLES:
             raise ConfigError(
                 f"--skip_samples {text}: '{range_text.strip()}' is not FIRST:STOP, two growing "
                 "numbers of samples such as 6400:6480."
             )
-        ranges.append((int(first_text), int(end_text)))
+        ranges.append((first, stop))
     return ranges
