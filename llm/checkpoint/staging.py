@@ -326,7 +326,9 @@ def complete_staged_checkpoint(folder: RunFolder, option: str | None) -> None:
     root = staging_root(option)
     with contextlib.ExitStack() as stack:
         on_rank0(lambda: stack.enter_context(folder.lock()))
-        newest_step = on_rank0(lambda: _newest_step(folder.checkpoints))
+        newest_step = on_rank0(
+            lambda: max((saved.step for saved in list_checkpoints(folder.checkpoints)), default=0)
+        )
         local_parts = _find_local_parts(root, record["id"], later_than=newest_step)
         ranks_by_file_and_key = _gather_file_ranks(local_parts)
         for key, ranks_by_file in sorted(ranks_by_file_and_key.items(), reverse=True):
@@ -365,11 +367,6 @@ def _gather_file_ranks(local_parts: Mapping[str, _StagedPart]) -> dict[str, dict
             for file in files:
                 ranks_by_file.setdefault(file, []).append(rank)
     return ranks_by_file_and_key
-
-
-def _newest_step(checkpoints: Path) -> int:
-    """Return the step of a run's newest complete checkpoint; 0 without one."""
-    return max((checkpoint.step for checkpoint in list_checkpoints(checkpoints)), default=0)
 
 
 def _find_local_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _StagedPart]:

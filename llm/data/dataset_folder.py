@@ -98,16 +98,11 @@ def open_dataset_folder(
         splits, reason = _group_by_patterns(folder, patterns), "as README.md says"
     else:
         splits, reason = _group_by_names(folder, file_option)
-    _log_splits(folder, splits, reason)
+    split_counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
+    logger.info(f"{_OPTION} {folder}: {', '.join(split_counts)}, {reason}")
     for files in splits.values():
         refuse_duplicates(files, _OPTION)
     return DatasetFolder(name=dataset_name, splits=splits)
-
-
-def _log_splits(folder: Path, splits: Mapping[str, Sequence[Path]], reason: str) -> None:
-    """Log how many files of a folder each split has, and why they belong to it."""
-    split_counts = [f"{split} is {counted(len(files), 'file')}" for split, files in splits.items()]
-    logger.info(f"{_OPTION} {folder}: {', '.join(split_counts)}, {reason}")
 
 
 def _read_configurations(card_path: Path) -> list[dict[str, Any]]:

@@ -81,31 +81,14 @@ def refuse_excess_epochs(
         epoch_samples = samples.epoch_samples(source_index)
         source_samples = num_samples_by_source[source_index]
         if source_samples > max_epochs * epoch_samples:
-            source_name = sources[source_index].name
             problems.append(
-                _describe_excess_epochs(source_name, max_epochs, epoch_samples, source_samples)
+                f"--max_epochs is {max_epochs:g} for the source {sources[source_index].name}, "
+                f"which has {epoch_samples:,} samples, and the run would take {source_samples:,} "
+                f"({source_samples / epoch_samples:.4g} epochs); give it less weight or more text, "
+                "shorten the run, or allow more epochs."
             )
     if problems:
         raise ConfigError(" ".join(problems))
-
-
-def _describe_excess_epochs(
-    source_name: str, max_epochs: float, epoch_samples: int, source_samples: int
-) -> str:
-    """Return the sentence about a source that a run would read too often.
-
-    Args:
-        source_name: Name of the source.
-        max_epochs: Its limit.
-        epoch_samples: Samples of one epoch of the source.
-        source_samples: Samples that the run would read from it.
-    """
-    return (
-        f"--max_epochs is {max_epochs:g} for the source {source_name}, which has "
-        f"{epoch_samples:,} samples, and the run would take {source_samples:,} "
-        f"({source_samples / epoch_samples:.4g} epochs); give it less weight or more text, shorten "
-        "the run, or allow more epochs."
-    )
 
 
 def _parse_max_epochs(

@@ -221,18 +221,14 @@ class _CorpusOpener:
     def open_token_files(self) -> Corpus | None:
         """Open the token files that the options name; None if they name text."""
         if self.options.data_stage:
-            return self.open_stages()
+            return self._open_stages()
         if self.options.data_path:
-            return self.open_split()
+            return self._split_sources(self._open_sources(self.options.data_path, "--data_path"))
         if self.options.train_data_path or self.options.valid_data_path:
             return self.open_unsplit(self.options.train_data_path, self.options.valid_data_path)
         return None
 
-    def open_split(self) -> Corpus:
-        """Open the files of `data_path` and split each of them by `split`."""
-        return self._split_sources(self._open_sources(self.options.data_path, "--data_path"))
-
-    def open_stages(self) -> Corpus:
+    def _open_stages(self) -> Corpus:
         """Open the files of all stages; a file that appears in several stages is one source.
 
         They are split by `split`, or taken whole if `valid_data_path` names other files.

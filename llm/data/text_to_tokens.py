@@ -263,7 +263,7 @@ def run_text_job(job: TextJob) -> None:
         exit_code = process.wait()
     except BaseException:
         _close_pipe(process.stdin)  # as if this process had died: it logs its progress and ends
-        with _kill_after(process, _SHUTDOWN_SECONDS):
+        with _kill_slow_process(process):
             _log_lines(process.stdout, output_lines)
         raise
     finally:
@@ -275,9 +275,9 @@ def run_text_job(job: TextJob) -> None:
 
 
 @contextlib.contextmanager
-def _kill_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
-    """Kill a process if the context takes longer."""
-    kill_timer = threading.Timer(seconds, process.kill)
+def _kill_slow_process(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process if the context takes longer than `_SHUTDOWN_SECONDS`."""
+    kill_timer = threading.Timer(_SHUTDOWN_SECONDS, process.kill)
     kill_timer.daemon = True
     kill_timer.start()
     try:

@@ -33,7 +33,7 @@ from llm.prepare.tokenizer_training import (
     train_sentencepiece,
 )
 from llm.runtime.files import delete
-from llm.runtime.logging import set_up_logging
+from llm.runtime.logging import counted, set_up_logging
 from llm.runtime.world import ignore_ranks
 from llm.tokenizers.options import TokenizerOptions
 from llm.tokenizers.sentencepiece_model import convert_sentencepiece
@@ -346,8 +346,7 @@ def _describe_result(folder: Path, texts: TrainingTexts) -> str:
     encodings = tokenizer.backend.encode_batch(texts.sample, add_special_tokens=False)
     num_tokens = sum(len(encoding.ids) for encoding in encodings)
     num_bytes = sum(len(text.encode()) for text in texts.sample)
-    noun = "document" if texts.num_documents == 1 else "documents"
     return (
-        f"{texts.num_documents:,} {noun}, {texts.num_bytes / 1e6:,.1f} MB of text | "
+        f"{counted(texts.num_documents, 'document')}, {texts.num_bytes / 1e6:,.1f} MB of text | "
         f"{tokenizer.size:,} tokens, {num_bytes / num_tokens:.2f} bytes each on a sample"
     )

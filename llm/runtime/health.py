@@ -318,7 +318,10 @@ class Health:
         if is_same_step and not silent_peers:  # nothing tells which rank the others wait for
             hung_name = self._describe_connected_ranks()
         limit = min(self._limits[peer.heartbeat["phase"]] for peer in late_peers)
-        return _describe_hang(hung_name, hung_peer, checked_at, limit=limit)
+        return (
+            f"{hung_name} hangs: no progress for {checked_at - hung_peer.progress_at:.0f} s of its "
+            f"{hung_peer.heartbeat['phase']} after step {hung_step} (limit {limit:g} s)"
+        )
 
     def _describe_connected_ranks(self) -> str:
         """Return "every rank", with their number if some rank has not connected."""
@@ -359,18 +362,3 @@ class Health:
         for backend, dump_name in (("nccl", "_dump_nccl_trace"), ("gloo", "_dump_fr_trace")):
             if (dump := getattr(_distributed_c10d, dump_name, None)) is not None:
                 (self._stacks_folder / f"{backend}_rank_{self._rank}").write_bytes(dump())
-
-
-def _describe_hang(name: str, peer: _Peer, checked_at: float, *, limit: float) -> str:
-    """Return the failure of a rank without progress, as a clause.
-
-    Args:
-        name: The rank, or the ranks of which one hangs.
-        peer: Its last heartbeat.
-        checked_at: Time of the check on the monotonic clock.
-        limit: Seconds that it may take.
-    """
-    return (
-        f"{name} hangs: no progress for {checked_at - peer.progress_at:.0f} s of its "
-        f"{peer.heartbeat['phase']} after step {peer.heartbeat['step']} (limit {limit:g} s)"
-    )
