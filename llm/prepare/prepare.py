@@ -177,8 +177,8 @@ def _make_output(config: PrepareConfig, prefix: Path) -> "Output":
 def _find_dataset_sources(config: PrepareConfig, dataset_name: str) -> list["Source"]:
     """Return the sources of a split of a data set: its files, or else a stream from the Hub."""
     from llm.data.dataset_folder import open_dataset_folder
-    from llm.prepare.text.hub import make_dataset_sources
-    from llm.prepare.text.sources import make_file_sources
+    from llm.prepare.text.hub import make_dataset_source
+    from llm.prepare.text.sources import make_file_source
 
     folder = open_dataset_folder(dataset_name, config.dataset_config_name, file_option="--input")
     if config.streaming and os.path.isdir(dataset_name):
@@ -188,21 +188,24 @@ def _find_dataset_sources(config: PrepareConfig, dataset_name: str) -> list["Sou
         )
     split = config.dataset_split
     if folder is not None:
-        return make_file_sources(
-            folder.list_files(split),
-            text_column=config.text_column,
-            text_unit=config.text_unit,
-            option="--dataset_name",
-        )
-    source_by_split = make_dataset_sources(
+        return [
+            make_file_source(
+                path,
+                text_column=config.text_column,
+                text_unit=config.text_unit,
+                option="--dataset_name",
+            )
+            for path in folder.list_files(split)
+        ]
+    source = make_dataset_source(
         dataset_name,
         config.dataset_config_name,
+        split,
         text_column=config.text_column,
         trust_remote_code=config.trust_remote_code,
-        splits=[split],
         streaming=config.streaming,
     )
-    return [source_by_split[split]]
+    return [source]
 
 
 @program

@@ -17,9 +17,11 @@ from pathlib import Path
 from llm.config.program import program
 from llm.data.text_to_tokens import TextJob, TokenizerCopy
 from llm.errors import ConfigError
-from llm.prepare.text.sources import Source
-from llm.prepare.text_tokenizer import TextTokenizer
+from llm.prepare.text.sources import Source, check_sources_unchanged, make_file_source
+from llm.prepare.text_tokenizer import TextTokenizer, wrap_transformers_tokenizer
 from llm.runtime.logging import quiet_libraries
+from llm.tokenizers.load_tokenizer import load_tokenizer
+from llm.tokenizers.options import TokenizerOptions
 
 _SHUTDOWN_SECONDS = 5.0  # to log which shards are kept, and to end
 
@@ -78,7 +80,6 @@ def make_token_files(job: TextJob) -> None:
     from llm.prepare.encoder import Encoding
     from llm.prepare.output_files import Output
     from llm.prepare.prepare_files import prepare_files
-    from llm.prepare.text.sources import check_sources_unchanged
 
     prefix = Path(job.prefix)
     sources = _open_sources(job)
@@ -126,24 +127,25 @@ def _open_sources(job: TextJob) -> list[Source]:
     """Return the sources of a job's text: a split of a data set, or files."""
     text = job.text
     if text.split is not None:
-        from llm.prepare.text.hub import make_dataset_sources
+        from llm.prepare.text.hub import make_dataset_source
 
-        source_by_split = make_dataset_sources(
+        source = make_dataset_source(
             text.name,
             text.config_name,
+            text.split,
             text_column=text.text_column,
             trust_remote_code=text.trust_remote_code,
-            splits=[text.split],
         )
-        return [source_by_split[text.split]]
-    from llm.prepare.text.sources import make_file_sources
-
-    return make_file_sources(
-        map(Path, text.paths),
-        text_column=text.text_column,
-        keep_linebreaks=text.keep_linebreaks,
-        option=text.option,
-    )
+        return [source]
+    return [
+        make_file_source(
+            Path(path),
+            text_column=text.text_column,
+            keep_linebreaks=text.keep_linebreaks,
+            option=text.option,
+        )
+        for path in text.paths
+    ]
 
 
 def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
@@ -169,10 +171,6 @@ def _load_tokenizer_copy(copy: TokenizerCopy, trust_remote_code: bool) -> TextTo
 
 def _load_saved_tokenizer(copy: TokenizerCopy, trust_remote_code: bool) -> TextTokenizer:
     """Load a tokenizer in Python from the folder of its copy, and compare the fingerprint."""
-    from llm.prepare.text_tokenizer import wrap_transformers_tokenizer
-    from llm.tokenizers.load_tokenizer import load_tokenizer
-    from llm.tokenizers.options import TokenizerOptions
-
     quiet_libraries()
     options = TokenizerOptions(tokenizer_name=copy.folder, use_slow_tokenizer=True)
     remedy = "the text cannot be prepared in a run; prepare it ahead with llm-trainers prepare."

@@ -6,14 +6,17 @@ import pytest
 
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
-from llm.prepare.text.hub import make_dataset_sources
+from llm.prepare.text.hub import make_dataset_source
 from llm.prepare.text.sources import check_sources_unchanged
 from tests.support.texts import texts_of, write
 
 
 def splits(name, config=None, **changes):
     settings = {"text_column": None, "trust_remote_code": False}
-    return make_dataset_sources(str(name), config, **{**settings, **changes})
+    return {
+        split: make_dataset_source(str(name), config, split, **{**settings, **changes})
+        for split in ("train", "validation")
+    }
 
 
 @pytest.fixture(autouse=True)

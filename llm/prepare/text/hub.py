@@ -3,12 +3,12 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from llm.data.dataset_folder import find_saved_dataset
 from llm.data.hub_files import explain_dataset_errors
-from llm.data.text_identity import Json, Stamps, identify_dataset, stamp_dataset_files
+from llm.data.text_identity import Json, identify_dataset, stamp_dataset_files
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.readers import batch_record_texts, choose_column
@@ -23,51 +23,45 @@ _ColumnKind = Literal["text", "null", "other"]
 logger = logging.getLogger("llm.data")
 
 
-def make_dataset_sources(
+def make_dataset_source(
     dataset_name: str,
     dataset_config_name: str | None,
+    split: str,
     *,
     text_column: str | None,
     trust_remote_code: bool,
-    splits: Sequence[str] = ("train", "validation"),
     streaming: bool = False,
-) -> dict[str, Source]:
-    """Return the splits of a data set on the Hub, or in a folder of `Dataset.save_to_disk`.
+) -> Source:
+    """Return a split of a data set on the Hub, or in a folder of `Dataset.save_to_disk`.
 
-    The data set is loaded when you call a source's `exists` or read its rows.
+    The data set is loaded when you call the source's `exists` or read its rows.
 
     Args:
         dataset_name: A Hub name, or the folder.
         dataset_config_name: The configuration; or None.
+        split: Name of the split.
         text_column: The column with the text; None takes `text`, else the only column of
             strings.
         trust_remote_code: As for `datasets.load_dataset`.
-        splits: Names of the splits.
         streaming: Read the data set over the network while it is used, with no copy on disk.
 
     Raises:
         DataError: The folder has a broken link.
     """
-    files = stamp_dataset_files(dataset_name)
-    loader = _DatasetLoader(dataset_name, dataset_config_name, files, trust_remote_code, streaming)
-    return {split: _DatasetSplit(loader, split, text_column) for split in splits}
+    loader = _DatasetLoader(dataset_name, dataset_config_name, trust_remote_code, streaming)
+    return _DatasetSplit(loader, split, text_column)
 
 
 class _DatasetLoader:
-    """A data set that is loaded at most once, when its first split is needed."""
+    """A data set that is loaded at most once, when it is needed."""
 
     def __init__(
-        self,
-        name: str,
-        config: str | None,
-        files: Stamps,
-        trust_remote_code: bool,
-        streaming: bool,
+        self, name: str, config: str | None, trust_remote_code: bool, streaming: bool
     ) -> None:
         self.name = name
         self.config = config
         self.folder = find_saved_dataset(name, config)
-        self.files = files
+        self.files = stamp_dataset_files(name)
         # Newer versions of `datasets` warn about trust_remote_code, whatever its value.
         self._options = {"trust_remote_code": True} if trust_remote_code else {}
         if streaming:

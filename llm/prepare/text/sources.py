@@ -127,27 +127,6 @@ def make_file_source(
     )
 
 
-def make_file_sources(
-    paths: Iterable[Path],
-    *,
-    text_column: str | None,
-    keep_linebreaks: bool = True,
-    text_unit: TextUnit = "file",
-    option: str,
-) -> list[Source]:
-    """Return the sources of several files; see `make_file_source`."""
-    return [
-        make_file_source(
-            path,
-            text_column=text_column,
-            keep_linebreaks=keep_linebreaks,
-            text_unit=text_unit,
-            option=option,
-        )
-        for path in paths
-    ]
-
-
 def find_text_sources(
     inputs: Sequence[str], *, text_column: str | None, text_unit: TextUnit = "file"
 ) -> list[Source]:
@@ -178,7 +157,10 @@ def find_text_sources(
             files = _find_matching_files(name)
         paths += files
     refuse_duplicates(paths, "--input")
-    return make_file_sources(paths, text_column=text_column, text_unit=text_unit, option="--input")
+    return [
+        make_file_source(path, text_column=text_column, text_unit=text_unit, option="--input")
+        for path in paths
+    ]
 
 
 def _find_matching_files(pattern: str) -> list[Path]:
