@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from llm.data.formats.megatron import add_suffix
 from llm.data.formats.parts import find_parts
@@ -93,23 +92,16 @@ def prepare_files(
     # Each rank starts with a different output: otherwise the slowest rank would be last everywhere,
     # and join the shards of all outputs.
     first_output = len(pending_outputs) * share.rank // share.world_size
-    for writer, shard_indices in pending_outputs[first_output:] + pending_outputs[:first_output]:
+    for writer in pending_outputs[first_output:] + pending_outputs[:first_output]:
         try:
             if share.world_size == 1:
                 writer.write_all()
             else:
-                writer.write_share(share, shard_indices)
+                writer.write_share(share)
         except OSError as error:
             raise _write_failure(error, writer.output) from error
     if pending_outputs:
-        wait_for_starts([writer.output.folder for writer, _ in pending_outputs], share)
-
-
-class _PendingOutput(NamedTuple):
-    """An output that does not exist yet, and the indices of this rank's shards of it."""
-
-    writer: "_OutputWriter"
-    shard_indices: Sequence[int]
+        wait_for_starts([writer.output.folder for writer in pending_outputs], share)
 
 
 def _find_pending_outputs(
@@ -119,15 +111,10 @@ def _find_pending_outputs(
     workers: int | Cluster,
     log_seconds: float,
     share: Share,
-) -> list[_PendingOutput]:
-    """Return the outputs to write; refuse files that other options have made.
+) -> "list[_OutputWriter]":
+    """Return what writes each output that does not exist; refuse files that other options made.
 
-    Args:
-        jobs: The texts of each output.
-        encoding: How texts become ids.
-        workers: Cores to use, or a cluster.
-        log_seconds: Seconds between two lines on the progress.
-        share: This rank's part of the work.
+    For the arguments see `prepare_files`.
     """
     pending_outputs = []
     num_preceding_shards = 0
@@ -140,9 +127,11 @@ def _find_pending_outputs(
             logger.info(f"{output.names[0]}.bin already exists, made with the same options")
         else:
             find_stale_validation_files(output)  # refused now, rather than after the work
-            writer = _OutputWriter(sources, output, encoding, workers, log_seconds, provenance)
             shard_indices = share.shard_indices(len(sources), num_preceding=num_preceding_shards)
-            pending_outputs.append(_PendingOutput(writer, shard_indices))
+            writer = _OutputWriter(
+                sources, output, encoding, workers, log_seconds, provenance, shard_indices
+            )
+            pending_outputs.append(writer)
         num_preceding_shards += len(sources)
     return pending_outputs
 
@@ -185,6 +174,7 @@ class _OutputWriter:
         workers: int | Cluster,
         log_seconds: float,
         provenance: Provenance,
+        shard_indices: Sequence[int],
     ) -> None:
         self._sources = sources
         self.output = output
@@ -194,6 +184,7 @@ class _OutputWriter:
         self._log_seconds = log_seconds
         self._provenance = provenance
         self._digest = provenance_digest(provenance)
+        self._shard_indices = shard_indices  # of this rank
         self._start_time = time.monotonic()
 
     def write_all(self) -> None:
@@ -207,13 +198,8 @@ class _OutputWriter:
                     shutil.rmtree(self._folder, ignore_errors=True)
                 raise
 
-    def write_share(self, share: Share, shard_indices: Sequence[int]) -> None:
-        """Write the shards of a rank; the last of the ranks joins all.
-
-        Args:
-            share: The rank.
-            shard_indices: Indices of its shards.
-        """
+    def write_share(self, share: Share) -> None:
+        """Write the shards of this rank; the last of the ranks joins all."""
         folder = self._folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock_output(self.output, is_shared=True):
@@ -224,23 +210,23 @@ class _OutputWriter:
                 if _is_output_done(self.output, self._digest):  # since this rank looked
                     shutil.rmtree(folder)
                     return
-                self._write_checked_shards(shard_indices)
+                self._write_checked_shards()
                 mark_finished(folder, share)
             num_finished = num_ranks_finished(folder, share)
             logger.info(
-                f"{share} has written its {counted(len(shard_indices), 'shard')}; {num_finished} "
-                f"of {share.world_size} ranks have, and the last one "
+                f"{share} has written its {counted(len(self._shard_indices), 'shard')}; "
+                f"{num_finished} of {share.world_size} ranks have, and the last one "
                 f"{'names the parts' if self.output.parts else 'joins all shards'}"
             )
             if num_finished == share.world_size:
                 self._join_once(share)
 
-    def _write_checked_shards(self, shard_indices: Sequence[int]) -> None:
-        """Write shards, unless earlier parts are joined; refuse sources that have changed."""
+    def _write_checked_shards(self) -> None:
+        """Write this rank's shards, unless earlier parts are joined; refuse changed sources."""
         try:
             if not self._parts_to_join():
-                self._write_shards(shard_indices)
-                check_sources_unchanged([self._sources[index] for index in shard_indices])
+                self._write_shards(self._shard_indices)
+                check_sources_unchanged([self._sources[index] for index in self._shard_indices])
         except BaseException:
             self._log_finished_shards()
             raise
@@ -277,14 +263,8 @@ class _OutputWriter:
             return []
         return find_parts(self.output.prefix)
 
-    def _write_shards(
-        self, shard_indices: Sequence[int] | None = None
-    ) -> tuple[list[Path], list[ShardStats]]:
-        """Write the shards that the folder lacks; return the paths and contents of all of them.
-
-        Args:
-            shard_indices: The shards; None for all.
-        """
+    def _write_shards(self, shard_indices: Sequence[int]) -> tuple[list[Path], list[ShardStats]]:
+        """Write those of the shards that the folder lacks; return paths and contents of all."""
         return tokenize_shards(
             self._sources,
             self._folder,
@@ -320,7 +300,10 @@ class _OutputWriter:
             logger.info(f"joining {counted(len(parts), 'part')} of an earlier preparation")
             join_parts(parts, self.output)
         else:
-            stems, stats = self._write_shards() if claim is None else self._complete_shards()
+            if claim is None:
+                stems, stats = self._write_shards(self._shard_indices)  # all of them
+            else:
+                stems, stats = self._complete_shards()
             self._assemble_shards(stems, stats)
         if claim is not None and not claim.is_held():
             raise DataError(
