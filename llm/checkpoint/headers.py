@@ -38,11 +38,7 @@ class HeaderReader(HuggingFaceStorageReader):
 
 
 class _FileList(FileSystem):
-    """A file system that lists only some files.
-
-    Args:
-        paths: The files.
-    """
+    """A file system that lists only some files."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths

@@ -76,10 +76,6 @@ def find_newest_checkpoint(
 def _check_same_folders(folder: Path, local_checkpoint_names: list[str]) -> None:
     """Refuse to choose a checkpoint if ranks see different ones; every rank calls it.
 
-    Args:
-        folder: The run's `checkpoints` folder.
-        local_checkpoint_names: Names of the checkpoints that this rank sees in it.
-
     Raises:
         ParallelError: Names the first rank that sees other checkpoints than rank 0; raised on all
             ranks.

@@ -112,9 +112,6 @@ class RankPlan:
 def _divide_plans(local_plans: Sequence[LocalPlan]) -> list[SavePlan]:
     """Return what each rank writes, so that each shard is written once.
 
-    Args:
-        local_plans: What each rank would write alone.
-
     Raises:
         CheckpointError: No rank writes a tensor.
         ValueError: The ranks do not write all of a tensor.
@@ -129,11 +126,7 @@ def _divide_plans(local_plans: Sequence[LocalPlan]) -> list[SavePlan]:
 
 
 class _FixedPlanner(DefaultSavePlanner):
-    """Returns a plan that is known.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns a plan that is known."""
 
     def __init__(self, plan: SavePlan) -> None:
         super().__init__()

@@ -180,12 +180,7 @@ class Saver:
             self._training_may_continue.wait()
 
     def _take_snapshot(self, *, step: int, eval_loss: float | None) -> Snapshot:
-        """Return the state of all parts; the copies of this rank's tensors may still be running.
-
-        Args:
-            step: Optimizer steps done.
-            eval_loss: The validation loss at this step, if known.
-        """
+        """Return the state of all parts; the copies of this rank's tensors may still be running."""
         tensors, plain_values = split_state(
             {name: part.state_dict() for name, part in self._parts.items()}
         )
@@ -293,13 +288,7 @@ class Saver:
     def _log_save(
         self, step: int, staged_checkpoint: StagedCheckpoint | None, *, write_seconds: float
     ) -> None:
-        """Log that a checkpoint has its final name.
-
-        Args:
-            step: Its step.
-            staged_checkpoint: The node-local files that it was copied from, if any.
-            write_seconds: The time from the snapshot to the final name.
-        """
+        """Log that a checkpoint has its final name."""
         staging_note = ""
         if staged_checkpoint is not None:
             staging_note = f"staged in {staged_checkpoint.seconds:.1f} s, "
@@ -352,10 +341,6 @@ class Saver:
         self, snapshot: Snapshot, staged_checkpoint: StagedCheckpoint | None
     ) -> None:
         """Write a checkpoint, and retry if the file system fails; all ranks retry together.
-
-        Args:
-            snapshot: The state.
-            staged_checkpoint: The same state in node-local files, to copy.
 
         Raises:
             CheckpointError: The last attempt has failed.

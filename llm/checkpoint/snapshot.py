@@ -32,9 +32,6 @@ class HostCopies:
     Call `wait_on_device` before you change the tensors, and `wait_on_host` before you read the
     copies.
 
-    Attributes:
-        tensors: The copies, by path.
-
     Args:
         tensors: The copies, by path.
         sources: The tensors being copied, which stay alive until `wait_on_device`. Otherwise, if

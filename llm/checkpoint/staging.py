@@ -353,9 +353,6 @@ def _describe_last_staging(record: dict[str, Any]) -> str:
 def _gather_file_ranks(local_parts: Mapping[str, _StagedPart]) -> dict[str, dict[str, list[int]]]:
     """Return the ranks that can read each file of each staged checkpoint; every rank calls it.
 
-    Args:
-        local_parts: The result of `_find_local_parts`.
-
     Returns:
         Ranks by file, by step and checksum of the manifest.
     """
@@ -370,12 +367,7 @@ def _gather_file_ranks(local_parts: Mapping[str, _StagedPart]) -> dict[str, dict
 
 
 def _find_local_parts(root: Path, start_id: str, *, later_than: int) -> dict[str, _StagedPart]:
-    """Return the checkpoints that a start has staged on this node.
-
-    Args:
-        root: The node-local folder.
-        start_id: ID of the start.
-        later_than: A step; checkpoints up to it are left out.
+    """Return the checkpoints after the step `later_than` that a start has staged on this node.
 
     Returns:
         Checkpoints by step and checksum of the manifest, as one text.
@@ -441,12 +433,7 @@ def _find_missing_file(part: _StagedPart, ranks_by_file: Mapping[str, object]) -
 def _choose_local_files(
     part: _StagedPart, ranks_by_file: Mapping[str, list[int]]
 ) -> dict[str, tuple[int, str]]:
-    """Divide the files among the ranks that can read them; return size and checksum of this rank's.
-
-    Args:
-        part: The files on this node.
-        ranks_by_file: For each file, the ranks that can read it.
-    """
+    """Return size and checksum of this rank's share of the files, divided among their readers."""
     local_rank = world_from_environment().rank
     return {
         file: part.checkpoint.files[file]
@@ -464,13 +451,6 @@ def _copy_on_all_ranks(
     committing_rank: int,
 ) -> None:
     """Copy a staged checkpoint to the run's folder and commit it; every rank calls it.
-
-    Args:
-        step: Step of the checkpoint.
-        part: The files on this node, if it has any.
-        local_files: Size in bytes and checksum of each file that this rank copies.
-        checkpoints: The run's `checkpoints` folder.
-        committing_rank: The rank that creates the folder and writes the manifest.
 
     Raises:
         CheckpointError: The copy cannot be written.

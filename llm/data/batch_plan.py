@@ -237,14 +237,7 @@ def plan_batches(
 def _check_phase_sizes(
     phase_sizes: Sequence[int], batch_schedule: int | str, micro_batch_size: int, world_size: int
 ) -> None:
-    """Refuse a phase that is too large for a step, or that ranks and micro-batches cannot divide.
-
-    Args:
-        phase_sizes: Samples of a step in every phase.
-        batch_schedule: The global batch size in the option's notation, for messages.
-        micro_batch_size: Samples of a micro-batch on one device.
-        world_size: Data-parallel ranks.
-    """
+    """Refuse a phase that is too large, or that ranks and micro-batches cannot divide."""
     for phase_size in phase_sizes:
         if phase_size > _MAX_STEP_SAMPLES:
             raise ConfigError(

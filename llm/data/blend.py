@@ -46,12 +46,7 @@ def parse_blend(
 
 
 def _find_blend_fault(value: float | str, *, expects_weight: bool) -> str | None:
-    """Return the end of a sentence about a value that does not fit into a blend, or None.
-
-    Args:
-        value: A weight or a prefix.
-        expects_weight: Whether a weight belongs here, and not a prefix.
-    """
+    """Return the end of a sentence about a value that does not fit into a blend, or None."""
     if isinstance(value, str):
         if not expects_weight:
             return None

@@ -85,10 +85,6 @@ class TokenCache:
     def _ensure_prepared(self, folder: Path, prepare: Callable[[Path], None]) -> bool:
         """Prepare a folder, or wait for another process that does, until every rank sees its files.
 
-        Args:
-            folder: The folder of the token files.
-            prepare: As for `get_or_prepare`.
-
         Returns:
             Whether this rank prepared it.
         """
@@ -136,13 +132,7 @@ class TokenCache:
     def _try_lock_folder(
         self, folder: Path, lock_stack: contextlib.ExitStack, *, rebuild: bool
     ) -> _Role:
-        """Try to lock the folder of a text; return what this rank does for the text.
-
-        Args:
-            folder: The folder of the token files.
-            lock_stack: Takes the lock, and releases it later.
-            rebuild: Whether to prepare the files although they exist.
-        """
+        """Try to lock the folder of a text; return what this rank does for the text."""
         with self._explain_errors():
             if not rebuild and self._has_usable_files(folder):
                 return _Role.DONE

@@ -27,12 +27,7 @@ def make_progress_logger(log_seconds: float) -> Callable[[Totals], None]:
 
 
 def _describe_progress(totals: Totals, seconds: float) -> str:
-    """Return the line on the progress: texts, bytes, speed, and the fraction that is done.
-
-    Args:
-        totals: The progress.
-        seconds: Time since the start.
-    """
+    """Return the line on the progress: texts, bytes, speed, and the fraction that is done."""
     line = (
         f"{totals.texts:,} documents | {totals.text_bytes / 1e6:,.1f} MB | "
         f"{totals.texts / seconds:,.0f} documents/s | "

@@ -373,13 +373,7 @@ def _check_shards(
 def _no_tokens_error(
     sources: list[Source], stats: list[ShardStats], encoding: Encoding
 ) -> LLMError:
-    """Return the error for sources without tokens: no text, or a tokenizer that makes none of it.
-
-    Args:
-        sources: The sources; their text is read again.
-        stats: The shards, which count empty and skipped documents.
-        encoding: How texts become ids.
-    """
+    """Return the error for sources without tokens; reads again whether they have any text."""
     names = list(dict.fromkeys(source.name for source in sources))
     subject = f"{names[0]} and {len(names) - 1:,} more hold" if names[1:] else f"{names[0]} holds"
     bad_record_policy = BadRecordPolicy("skip", max_warnings=0)  # the first reading has warned
@@ -453,10 +447,6 @@ def _read_sidecar_with_digest(prefix: Path, digest: str) -> Sidecar | None:
 @contextmanager
 def _lock_output(output: Output, *, is_shared: bool = False) -> Iterator[None]:
     """Make the folder of the shards, and hold its lock until the context ends.
-
-    Args:
-        output: The output.
-        is_shared: Whether other ranks may hold the lock, too.
 
     Raises:
         DataError: Another program holds the lock.

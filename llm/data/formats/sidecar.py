@@ -136,12 +136,7 @@ def _invalid_sidecar_error(path: Path, fault: str) -> DataError:
 
 
 def _find_sidecar_fault(content: dict[str, Any], type_by_key: dict[str, Any]) -> str | None:
-    """Return the first fault of a sidecar's values, as a clause of a sentence; None without one.
-
-    Args:
-        content: The values by key.
-        type_by_key: The type of each key.
-    """
+    """Return the first fault of a sidecar's values, as a clause of a sentence; None without one."""
     for key, expected_type in type_by_key.items():
         if key not in content:
             return f"it lacks the key '{key}'"

@@ -254,14 +254,7 @@ def _make_recording_hook(
     output_factor: Factor | None,
     update_times: UpdateTimes,
 ) -> Any:
-    """Return a forward hook that records a layer's inputs, and its output gradients later.
-
-    Args:
-        layer: The layer.
-        input_factor: Records the inputs; None to leave them out.
-        output_factor: Records the gradients of the outputs; None to leave them out.
-        update_times: Measures the recording.
-    """
+    """Return a forward hook that records a layer's inputs, and its output gradients later."""
     has_bias = layer.bias is not None
 
     def record_output_gradient(gradient: Tensor) -> None:

@@ -353,11 +353,6 @@ def _find_shared_inputs(
 ) -> dict[str, str]:
     """Find layers that read the same tensor as an earlier layer.
 
-    Args:
-        model: The model.
-        layers: Layers of the model.
-        sample_forward: Runs the model once.
-
     Returns:
         The name of the first layer that reads the tensor, by the name of each later one.
     """

@@ -102,12 +102,7 @@ class Preconditioner:
         )
 
     def _compute_kl_scale(self, inner_product: Tensor, learning_rate: float) -> Tensor:
-        """Return the factor min(1, sqrt(kl_clip / (lr^2 sum <update, gradient>))) on all updates.
-
-        Args:
-            inner_product: The sum of <update, gradient>.
-            learning_rate: Learning rate of this step.
-        """
+        """Return min(1, sqrt(kl_clip / (lr^2 sum <update, gradient>))), the factor on updates."""
         if self._kl_clip is None:
             return torch.ones_like(self.kl_scale)
         kl_estimate = learning_rate**2 * inner_product.abs()

@@ -305,13 +305,7 @@ class HyperballFactory(OptimizerFactory):
 def _describe_shard(
     weight: nn.Parameter, fusion: Fusion, matrix_owners: MatrixOwners
 ) -> _WeightShard:
-    """Return which matrices this rank's shard of a weight has parts of.
-
-    Args:
-        weight: The weight of the model.
-        fusion: How it divides into matrices.
-        matrix_owners: Know the shards.
-    """
+    """Return which matrices this rank's shard of a weight has parts of."""
     output_dim = fusion.dim
     input_dim = 2 * weight.ndim - 3 - output_dim  # the other one of the last two
     num_outputs = weight.shape[output_dim]

@@ -30,9 +30,6 @@ class MatrixRunOptimizer(RunOptimizer):
         with_ends: Whether embeddings and output head are such matrices too.
         with_experts: Whether a stack of experts has one owner.
         description: For the beginning of the log.
-
-    Attributes:
-        matrix_owners: The same.
     """
 
     def __init__(

@@ -257,12 +257,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         tensor.copy_(values)
 
     def _add_updates(self, updates: Updates, get_update_factor: Callable[[Unit], float]) -> None:
-        """Decay weights and add updates; updates are zero if the step is skipped.
-
-        Args:
-            updates: Updates of weights.
-            get_update_factor: Returns the factor on a unit's update.
-        """
+        """Decay weights and add updates; updates are zero if the step is skipped."""
         updates_by_factors: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
         groups = groups_of(self)
         for unit, (update,) in updates:

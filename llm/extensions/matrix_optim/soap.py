@@ -112,12 +112,7 @@ class SOAP(MatrixOptimizer):
         sides_by_param: Mapping[nn.Parameter, Sequence[int]],
         fusions: Mapping[nn.Parameter, Fusion],
     ) -> list[Unit]:
-        """Return a unit for each weight with a basis; its cost is the elements of its state.
-
-        Args:
-            sides_by_param: The sides of each weight that have a basis.
-            fusions: How fused weights divide into matrices.
-        """
+        """Return a unit for each weight with a basis; its cost is the elements of its state."""
         group_index_by_param = {
             p: group_index
             for group_index, group in enumerate(self.param_groups)

@@ -43,14 +43,7 @@ def read_jsonl_texts(chunk: FileChunk) -> Iterator[list[str]]:
 
 
 def _read_block(chunk: FileChunk, block: bytes, column: str, num_preceding_lines: int) -> list[str]:
-    """Return the texts of a block of whole lines; report lines that are bad records.
-
-    Args:
-        chunk: The file, for messages.
-        block: The lines.
-        column: The key of the text.
-        num_preceding_lines: Lines of the chunk before the block.
-    """
+    """Return the texts of a block of whole lines of a chunk; report lines that are bad records."""
     texts: list[str] = []
     line_number = num_preceding_lines
     block_view, line_start = memoryview(block), 0  # a view, so that slices are not copied

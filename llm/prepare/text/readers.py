@@ -94,14 +94,7 @@ def choose_column(
 def _ambiguous_column_error(
     column: str, location: object, reason: str, null_columns: Sequence[str]
 ) -> DataError:
-    """Return the error for a column of strings if columns of nulls may hold the text too.
-
-    Args:
-        column: The column of strings.
-        location: The file or data set.
-        reason: Why the column would be chosen.
-        null_columns: The columns that hold only nulls.
-    """
+    """Return the error for a column of strings if columns of nulls may hold the text too."""
     return DataError(
         f"{location} has no column 'text'. {column!r} is {reason}, but {null_columns[0]!r} is null "
         "there and may be the right one; choose with --text_column from: "

@@ -241,12 +241,7 @@ class _FileSource:
         return chunks
 
     def _choose_chunk_bounds(self, size: int, num_bytes: int) -> list[int]:
-        """Return the bounds of chunks, in row groups of Parquet, else in bytes.
-
-        Args:
-            size: Bytes of the file.
-            num_bytes: Bytes of a chunk.
-        """
+        """Return the bounds of chunks of `num_bytes`, in row groups of Parquet, else in bytes."""
         if self._reader is read_parquet_texts:
             num_groups = num_row_groups(self._path)
             num_chunks = max(1, min(num_groups, round(size / num_bytes)))
