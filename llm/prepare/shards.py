@@ -93,7 +93,7 @@ def write_shard(
         OSError: The file system refused a write.
     """
     bad_records = BadRecordPolicy(encoding.on_error)
-    temporary_stem = working_stem(stem)
+    temporary_stem = stem.with_name(f".{stem.name}-{uuid4().hex}")  # of no other process
     is_fast = not isinstance(encoder, ReferenceEncoder)
     try:
         writer = _ShardWriter(source, temporary_stem, encoding.dtype)
@@ -111,7 +111,8 @@ def write_shard(
         _publish_shard(temporary_stem, stem, stats)
         return stats
     except BaseException:
-        remove_shard(temporary_stem)
+        for suffix in (".json", *_SUFFIXES):
+            temporary_stem.with_suffix(suffix).unlink(missing_ok=True)
         raise
 
 
@@ -140,11 +141,6 @@ def _publish_shard(temporary: Path, stem: Path, stats: ShardStats) -> None:
     temporary.with_suffix(".json").write_text(record, encoding="utf-8")
     for suffix in (*_SUFFIXES, ".json"):
         temporary.with_suffix(suffix).replace(stem.with_suffix(suffix))
-
-
-def working_stem(stem: Path) -> Path:
-    """Return a path without suffix, next to a shard's, that no other process uses."""
-    return stem.with_name(f".{stem.name}-{uuid4().hex}")
 
 
 def needs_reference(folder: Path) -> bool:
@@ -253,12 +249,6 @@ def read_array(stem: Path, suffix: str, dtype: str | np.dtype[Any]) -> NDArray[A
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-def remove_shard(stem: Path) -> None:
-    """Remove the files of a shard, if there are any."""
-    for suffix in (".json", *_SUFFIXES):
-        stem.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def iterate_text_bytes(stems: list[Path], block_size: int) -> Iterator[NDArray[Any]]:

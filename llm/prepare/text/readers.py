@@ -130,24 +130,17 @@ def batch_record_texts(
         on_bad_record: What to do with records that `extract_text` refuses with a DataError.
         extract_text: Returns the text of a record.
     """
-    texts = _extract_texts(records, describe_location, on_bad_record, extract_text)
-    return batch_texts(texts)
 
+    def extract_texts() -> Iterator[str]:
+        for record_number, record in enumerate(records, 1):
+            try:
+                text = extract_text(record)
+            except DataError as error:
+                on_bad_record(DataError(f"{describe_location(record_number)}: {error}"))
+            else:
+                yield text
 
-def _extract_texts(
-    records: Iterable[Any],
-    describe_location: Callable[[int], str],
-    on_bad_record: BadRecordPolicy,
-    extract_text: Callable[[Any], str],
-) -> Iterator[str]:
-    """Yield the texts of records one by one; for the arguments see `batch_record_texts`."""
-    for record_number, record in enumerate(records, 1):
-        try:
-            text = extract_text(record)
-        except DataError as error:
-            on_bad_record(DataError(f"{describe_location(record_number)}: {error}"))
-        else:
-            yield text
+    return batch_texts(extract_texts())
 
 
 def read_text_lines(chunk: FileChunk, *, is_skippable: bool = True) -> Iterator[list[str]]:
