@@ -34,35 +34,28 @@ def parse_batch_schedule(schedule: int | str) -> list[tuple[int, int]]:
     """
     if isinstance(schedule, int):
         return [(schedule, 0)]
+    phases = []
     try:
-        phases = [_parse_phase(phase_text) for phase_text in schedule.split(",")]
+        for phase_text in schedule.split(","):
+            batch_size, _, first_token = phase_text.partition("@")
+            phases.append((int(Tokens(batch_size)), int(Tokens(first_token))))
     except ValueError as error:
         raise ConfigError(
             f"--global_batch_size {schedule} is neither a number of samples nor a schedule "
             "such as 256@0,512@2B, which is 256 samples at first and 512 from token 2 billion "
             "on."
         ) from error
-    first_tokens = [first_token for _, first_token in phases]
+    first_tokens = [token for _, token in phases]
     if first_tokens[0] != 0 or first_tokens != sorted(set(first_tokens)):
         raise ConfigError(
             f"--global_batch_size {schedule} does not begin at token 0, or its phases are not in "
             "order; write it as 256@0,512@2B."
         )
-    if not all(batch_size for batch_size, _ in phases):
+    if not all(size for size, _ in phases):
         raise ConfigError(
             f"--global_batch_size {schedule} has a phase of 0 samples; give one or more."
         )
     return phases
-
-
-def _parse_phase(text: str) -> tuple[int, int]:
-    """Return batch size and first token of a phase such as `512@2B`.
-
-    Raises:
-        ValueError: One of the two is not a number.
-    """
-    batch_size, _, first_token = text.partition("@")
-    return int(Tokens(batch_size)), int(Tokens(first_token))
 
 
 def plan_batch_phases(schedule: int | str, *, block_size: int) -> list[BatchPhase]:
