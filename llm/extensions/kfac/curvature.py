@@ -313,11 +313,11 @@ class Curvature:
             condition number of a factor on this rank, at most 1e7, the limit of fp32. On the host,
             the times of `UpdateTimes.pop_means`.
         """
-        metrics = {
+        return {
             "fallbacks": self.exchange.sum_count(self._num_fallbacks),
             **self._update_times.pop_means(),
+            "condition": self._compute_largest_condition(),
         }
-        return {**metrics, "condition": self._compute_largest_condition()}
 
     def _compute_largest_condition(self) -> Tensor:
         """Return the largest condition number of a factor on this rank; 1 without bases."""

@@ -119,12 +119,12 @@ class EKFAC(MatrixOptimizer):
                     unit.kind = unit.kind, group_index
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all weights that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient.
+
+        Args:
+            closure: Not supported.
+        """
         rotations, group_by_param = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered_units.layers_by_unit.items():
             if self._covered_units.computes_update(unit):
@@ -138,7 +138,6 @@ class EKFAC(MatrixOptimizer):
             self._step_adamw()
         else:
             self._step_soap(self._soap)
-        return loss
 
     def _step_soap(self, soap: SOAP) -> None:
         """Update the parameters outside of covered layers by SOAP."""
