@@ -133,15 +133,14 @@ def _prepare_texts(
     text_by_split = _make_texts_by_split(options, trust_remote_code)
     # The files of all texts are checked before the first text is tokenized.
     stamps_by_split = {split: text.stamp_files() for split, text in text_by_split.items()}
-    prefix_by_split: dict[str, Path | None] = {"train": None, "validation": None}
-    for split in prefix_by_split:
-        if split in text_by_split:
-            text, stamps = text_by_split[split], stamps_by_split[split]
-            write_files = partial(encoding.write_token_files, text, stamps, workers=workers)
-            prefix_by_split[split] = cache.get_or_prepare(
-                encoding.compute_key(text, stamps), write_files
-            )
-    return prefix_by_split["train"], prefix_by_split["validation"]
+    prefix_by_split = {}
+    for split, text in text_by_split.items():
+        stamps = stamps_by_split[split]
+        write_files = partial(encoding.write_token_files, text, stamps, workers=workers)
+        prefix_by_split[split] = cache.get_or_prepare(
+            encoding.compute_key(text, stamps), write_files
+        )
+    return prefix_by_split.get("train"), prefix_by_split.get("validation")
 
 
 def _make_texts_by_split(options: DataOptions, trust_remote_code: bool) -> dict[str, Text]:

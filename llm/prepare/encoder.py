@@ -185,11 +185,9 @@ class ReferenceEncoder:
         counts = np.fromiter(map(len, ids_by_text), np.int64, len(ids_by_text))
         flat_ids = itertools.chain.from_iterable(ids_by_text)
         ids = np.fromiter(flat_ids, self._dtype, int(counts.sum()))
-        return (
-            _insert_boundary_tokens(ids, counts, self._begin, self._end)
-            if adds_boundaries
-            else (ids, counts)
-        )
+        if not adds_boundaries:
+            return ids, counts
+        return _insert_boundary_tokens(ids, counts, self._begin, self._end)
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._backend is None:

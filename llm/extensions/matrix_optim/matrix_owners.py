@@ -238,9 +238,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Create the state of all parameters without one."""
         self.state.update({p: adamw_state(p) for p in groups_of(self) if p not in self.state})
 
-    def _make_state_adjacent(self, batches: Sequence[Sequence[Unit]]) -> None:
-        """Make the states of equal units adjacent in memory, so that they form a stack."""
-        for units in batches:
+    def _make_state_adjacent(self, matrix_owners: MatrixOwners) -> None:
+        """Make the states of this rank's equal units adjacent in memory, as stacks."""
+        owned_units = [unit for unit in self.units if matrix_owners.owns(unit)]
+        for units in batch_equal_units(owned_units):
             make_adjacent([self.state[unit.weight] for unit in units])
 
     def _step_adamw(self) -> None:

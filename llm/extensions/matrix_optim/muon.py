@@ -19,7 +19,6 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     Unit,
-    batch_equal_units,
     groups_of,
     min_batch_cost,
     stacked_state,
@@ -129,9 +128,7 @@ class MuonAndAdamW(MatrixOptimizer):
         # Created here instead of in the first step, so that a checkpoint can be loaded.
         for unit in self.units:
             self.state[unit.weight] = self._make_unit_state(unit)
-        self._make_state_adjacent(
-            batch_equal_units([u for u in self.units if self._matrix_owners.owns(u)])
-        )
+        self._make_state_adjacent(self._matrix_owners)
         self._add_adamw_state()
 
     def _make_unit_state(self, unit: Unit) -> dict[str, Tensor]:

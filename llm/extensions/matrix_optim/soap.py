@@ -25,7 +25,6 @@ from llm.extensions.matrix_optim.matrix_owners import (
     MatrixOptimizer,
     MatrixOwners,
     Unit,
-    batch_equal_units,
     groups_of,
     stacked_state,
 )
@@ -102,9 +101,7 @@ class SOAP(MatrixOptimizer):
                     for name, shape in local_shapes
                 }
             )
-        self._make_state_adjacent(
-            batch_equal_units([u for u in self.units if self._matrix_owners.owns(u)])
-        )
+        self._make_state_adjacent(self._matrix_owners)
         self._add_adamw_state()
 
     def _make_units(
