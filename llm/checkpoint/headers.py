@@ -21,12 +21,7 @@ from llm.runtime.agreement import gather_results
 
 
 class HeaderReader(HuggingFaceStorageReader):
-    """Reads tensors from a checkpoint whose headers are known.
-
-    Args:
-        checkpoint: What to read from.
-        headers: The result of `read_headers`.
-    """
+    """Reads tensors from a checkpoint whose headers are known."""
 
     def __init__(self, checkpoint: Checkpoint, headers: Metadata) -> None:
         super().__init__(str(checkpoint.path))

@@ -114,12 +114,7 @@ class BatchPlan:
         return positions.reshape(-1, self.world_size, micro_batch_size)[:, rank]
 
     def count_duration_samples(self, duration: Duration, *, block_size: int) -> int | Fraction:
-        """Return a duration as a number of samples, possibly a fraction.
-
-        Args:
-            duration: A number of samples, tokens or epochs.
-            block_size: Tokens of a sample.
-        """
+        """Return a duration in samples, tokens or epochs as samples, possibly a fraction."""
         if duration.unit == "tokens":
             return Fraction(int(duration.value), block_size)
         return int(duration.value) * (self.num_windows if duration.unit == "epochs" else 1)
@@ -142,9 +137,6 @@ class BatchPlan:
         """Return the global batch size in the notation of the option: 256, or 256@0,512@2000000.
 
         A phase begins with a whole step.
-
-        Args:
-            block_size: Tokens of a sample.
         """
         if not self.later_phases:
             return self.global_batch_size
@@ -162,12 +154,7 @@ _MAX_STEP_SAMPLES = 2**24
 
 
 def list_micro_batch_sizes(options: BatchOptions, *, world_size: int) -> list[int]:
-    """Return the sizes that `--per_device_train_batch_size auto` chooses from, the smallest first.
-
-    Args:
-        options: Sizes of batches.
-        world_size: Data-parallel ranks.
-    """
+    """Return the sizes that `--per_device_train_batch_size auto` chooses from, smallest first."""
     if options.global_batch_size is None:
         return [2**exponent for exponent in range(_MAX_AUTO_MICRO_BATCH.bit_length())]
     global_batch_sizes = [

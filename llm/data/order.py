@@ -360,10 +360,6 @@ class MixtureStage:
 def find_stage_starts(stages: Sequence[MixtureStage], *, block_size: int) -> list[int]:
     """Return the first sample of each stage. Only whole samples belong to a stage.
 
-    Args:
-        stages: In their order.
-        block_size: Tokens that a sample predicts.
-
     Raises:
         ConfigError: A stage has no sample.
     """

@@ -130,10 +130,6 @@ def _hide_panics() -> Iterator[None]:
 class ReferenceEncoder:
     """The tokenizer itself.
 
-    Args:
-        encoding: How texts become ids.
-        num_threads: Threads that it may use.
-
     Raises:
         ConfigError: A slow tokenizer with `allow_special_tokens`.
     """
@@ -209,11 +205,6 @@ class ReferenceEncoder:
 
 class FastEncoder:
     """gigatoken; its ids are compared with the reference.
-
-    Args:
-        encoding: How texts become ids.
-        reference: The tokenizer itself.
-        num_threads: Threads that it may use.
 
     Raises:
         ImportError: gigatoken is not installed.

@@ -120,11 +120,7 @@ class EKFAC(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient.
-
-        Args:
-            closure: Not supported.
-        """
+        """Update all weights that have a gradient."""
         rotations, group_by_param = self.curvature.update(self.found_inf), groups_of(self)
         for unit, layers in self._covered_units.layers_by_unit.items():
             if self._covered_units.computes_update(unit):

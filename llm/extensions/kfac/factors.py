@@ -227,10 +227,6 @@ def record_layers(layers: Iterable[LayerToRecord], update_times: UpdateTimes) ->
     ("expand" of Eschenhagen et al. 2023, arXiv:2311.00636). Positions with an ignored label count
     too: they add their input to A, but little to G, because they have no loss. Sums and counts do
     not depend on how a step's tokens are split into micro-batches or over ranks.
-
-    Args:
-        layers: The layers with their factors.
-        update_times: Measures the hooks.
     """
     hooks_by_experts: dict[nn.Module, dict[str, Any]] = {}
     with contextlib.ExitStack() as contexts:

@@ -126,11 +126,7 @@ class KFAC(MatrixRunOptimizer):
 
 
 class KFACFactory(OptimizerFactory):
-    """Makes K-FAC and its optimizer.
-
-    Args:
-        options: K-FAC's and the optimizer's.
-    """
+    """Makes K-FAC and its optimizer."""
 
     def __init__(self, options: KFACSettings) -> None:
         self._options = options

@@ -207,13 +207,7 @@ class Hyperball:
 
 
 class HyperballRunOptimizer(RunOptimizer):
-    """An optimizer whose steps Hyperball takes.
-
-    Args:
-        run_optimizer: The optimizer, and what else it does in a step.
-        hyperball: Takes its steps.
-        options: The weight decay and the rate of the other weights, for the log.
-    """
+    """An optimizer whose steps Hyperball takes."""
 
     def __init__(
         self, run_optimizer: RunOptimizer, hyperball: Hyperball, options: MatrixSettings
@@ -266,12 +260,7 @@ class HyperballRunOptimizer(RunOptimizer):
 
 
 class HyperballFactory(OptimizerFactory):
-    """Makes an optimizer whose steps Hyperball takes.
-
-    Args:
-        factory: Makes the optimizer.
-        options: The weight decay, and the rate of the weights that are not on spheres.
-    """
+    """Makes an optimizer whose steps Hyperball takes."""
 
     def __init__(self, factory: OptimizerFactory, options: MatrixSettings) -> None:
         self._factory, self._options = factory, options

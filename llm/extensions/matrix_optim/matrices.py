@@ -123,13 +123,7 @@ class ShardedMatrices(MatrixOwners):
     def compute_updates(
         self, units: Sequence[Unit], compute: ComputeUpdates, *, dtype: torch.dtype = torch.float32
     ) -> Iterator[Updates]:
-        """Yield the units that have gradients, with this rank's shards of the updates.
-
-        Args:
-            units: The units; the same on all ranks, in the same order.
-            compute: Called by the owner, with whole gradients.
-            dtype: Dtype of the updates in messages.
-        """
+        """Yield the units that have gradients, with this rank's shards of the updates."""
         if self._group is None:
             yield from super().compute_updates(units, compute, dtype=dtype)
             return

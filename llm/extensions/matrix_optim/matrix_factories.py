@@ -82,11 +82,7 @@ def make_matrix_owners(mesh: DeviceMesh | None) -> MatrixOwners:
 
 
 class MuonFactory(OptimizerFactory):
-    """Makes Muon or NorMuon.
-
-    Args:
-        options: The learning rate and both optimizers' settings.
-    """
+    """Makes Muon or NorMuon."""
 
     def __init__(self, options: MatrixSettings) -> None:
         self._options = options
@@ -116,11 +112,7 @@ class MuonFactory(OptimizerFactory):
 
 
 class SOAPFactory(OptimizerFactory):
-    """Makes SOAP.
-
-    Args:
-        options: The learning rate and SOAP's settings.
-    """
+    """Makes SOAP."""
 
     def __init__(self, options: MatrixSettings) -> None:
         self._options = options

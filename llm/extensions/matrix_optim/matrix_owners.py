@@ -163,14 +163,7 @@ def compute_unit_updates(
     compute: ComputeUpdates,
     dtype: torch.dtype,
 ) -> Updates:
-    """Return the updates of equal units.
-
-    Args:
-        units: The units.
-        gradients: The gradients of each unit's parameters.
-        compute: Computes the updates from stacked gradients.
-        dtype: Dtype of the updates.
-    """
+    """Return the updates of equal units, computed from stacks of their gradients."""
     gradient_stacks = [stack_tensors(tensors) for tensors in zip(*gradients, strict=True)]
     update_stacks = [stack.to(dtype).unbind() for stack in compute(units, gradient_stacks)]
     updates_by_unit = zip(*update_stacks, strict=True)

@@ -150,11 +150,7 @@ class MuonAndAdamW(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Not supported.
-        """
+        """Update every parameter that has a gradient."""
         self._step_adamw()
         group_by_param = groups_of(self)
         compute_directions = partial(self._compute_directions, group_by_param=group_by_param)
@@ -267,12 +263,7 @@ def _update_lengths(unit: Unit) -> dict[str, float]:
 
 
 def orthogonalize_all(stacks: Sequence[Tensor], iteration: Iteration) -> list[Tensor]:
-    """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one.
-
-    Args:
-        stacks: The matrices.
-        iteration: As for `orthogonalize`.
-    """
+    """Orthogonalize matrices in stacks [..., rows, columns]; equal stacks are computed as one."""
     if not min_batch_cost(stacks[0].device):  # on a CPU, one at a time is faster
         return [_orthogonalize_one_by_one(stack, iteration) for stack in stacks]
     directions_by_index: dict[int, Tensor] = {}

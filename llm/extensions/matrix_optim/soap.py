@@ -135,11 +135,7 @@ class SOAP(MatrixOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Not supported.
-        """
+        """Update every parameter that has a gradient."""
         self._step_adamw()
         if not self.units:
             return
