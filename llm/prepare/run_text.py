@@ -45,17 +45,17 @@ def main(argv: Sequence[str]) -> int:
     # numpy would start a thread on each core for linear algebra, which is not needed here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    job = TextJob.from_json(_read_line(descriptor=0))
+    job = TextJob.from_json(_read_line())
     threading.Thread(target=_end_with_run, daemon=True).start()
     make_token_files(job)
     return 0
 
 
-def _read_line(descriptor: int) -> bytes:
-    """Read a line without a buffer: a fork could copy its lock while a thread holds it."""
+def _read_line() -> bytes:
+    """Read a line of input without a buffer: a fork could copy its lock while a thread holds it."""
     pieces = [b""]
     while not pieces[-1].endswith(b"\n"):
-        pieces.append(os.read(descriptor, 1 << 20))
+        pieces.append(os.read(0, 1 << 20))
         if not pieces[-1]:
             raise EOFError("the run has ended")
     return b"".join(pieces)
