@@ -50,7 +50,6 @@ class Factor:
         needs_bases: bool = True,
     ) -> None:
         self.name = name
-        self.size = size
         self.is_owned = is_owned
         self.device = device
         self.widths = choose_block_widths(size, max_dim)

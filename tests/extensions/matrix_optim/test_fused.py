@@ -161,7 +161,7 @@ def test_kfac_gives_fused_projections_a_factor_each():
             with curvature.capture_stats(token_weight=1 / 32):
                 (model(inputs).square().sum() / 32).backward()
             optimizer.step()
-        assert [factor.size for factor in curvature.factors] == [7, 4, 4, 4]
+        assert [factor.widths for factor in curvature.factors] == [[7], [4], [4], [4]]
 
     together, apart = models[0].together, models[1].apart
     expected = torch.cat([layer.weight for layer in apart])
