@@ -241,7 +241,11 @@ def _split_fused_layer(layer: Layer, fusions: Mapping[nn.Parameter, Fusion]) -> 
 def _select_layers(
     model: nn.Module, *, skip_layers: Sequence[str], covers_stacks: bool
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the covered layers, and the reason why each other module is not covered, by name."""
+    """Return the covered layers, and the reason why each other module is not covered, by name.
+
+    Raises:
+        ConfigError: A pattern is invalid or matches no layer.
+    """
     patterns = [_compile_pattern(pattern) for pattern in skip_layers]
     unmatched_patterns = set(skip_layers)
     num_uses_by_param = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -276,17 +280,12 @@ def _select_layers(
                 layers.append(_make_layer(layer_name, module, weight_name))
             else:
                 reason_by_name[layer_name] = weight_reason
-    _check_patterns_matched(unmatched_patterns)
-    return layers, reason_by_name
-
-
-def _check_patterns_matched(unmatched_patterns: set[str]) -> None:
-    """Refuse patterns of layers to skip that match no layer."""
     if unmatched_patterns:
         raise ConfigError(
             f"--kfac_skip_layers {min(unmatched_patterns)!r} matches no Linear or Conv1D layer of "
             "this model, nor a stack of experts; correct the pattern or leave it out."
         )
+    return layers, reason_by_name
 
 
 def _make_layer(name: str, module: nn.Module, weight_name: str) -> Layer:
