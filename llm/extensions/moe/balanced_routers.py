@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from llm.data.loader import StepBatch
-from llm.extensions.moe.balancing import (
-    Kind,
-    RouterSettings,
-    choose_auto_kind,
-    make_balancing,
-)
+from llm.extensions.moe.balancing import Kind, choose_auto_kind, make_balancing
 from llm.extensions.moe.expert_layers import ExpertLayer, find_expert_layers
 from llm.extensions.moe.losses import (
     PROBABILITIES,
@@ -31,6 +26,7 @@ from llm.extensions.moe.losses import (
     compute_sequence_shares,
     find_score,
 )
+from llm.extensions.moe.router_settings import MoEOptions
 from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
@@ -60,11 +56,9 @@ class Routers(LoopExtension):
     which runs once for each token, however often recomputation runs the forward pass.
 
     Args:
-        settings: How to balance.
+        options: How to balance, and how often to record the load of every expert.
         context: The run with its prepared model.
         layers: The layers with experts of the whole model, perhaps without weights.
-        is_pretrained: Whether the run starts from pretrained weights.
-        record_interval: Steps between two records of the load of every expert; None for no record.
 
     Attributes:
         balancing: How the run is balanced.
@@ -72,6 +66,8 @@ class Routers(LoopExtension):
             short last step has copies of a sample without labels, which count nowhere.
         scores: The scores of each layer's router by name, once known: biases and the auxiliary loss
             depend on them.
+        score_errors: The errors of each layer's routing weights if its router had each of `SCORES`,
+            summed over the tokens of a step on this rank, [layers, scores].
 
     Raises:
         ConfigError: The model cannot be balanced as the options ask.
@@ -80,19 +76,14 @@ class Routers(LoopExtension):
     part, description = "moe", "load of experts"
 
     def __init__(
-        self,
-        settings: RouterSettings,
-        context: "LoopContext",
-        layers: Sequence[ExpertLayer],
-        *,
-        is_pretrained: bool,
-        record_interval: int | None,
+        self, options: MoEOptions, context: "LoopContext", layers: Sequence[ExpertLayer]
     ) -> None:
-        self._settings, self._strategy = settings, context.strategy
+        self._options, self._strategy = options, context.strategy
         self._model, self._layers = context.model, layers
         self._config: PreTrainedConfig = context.model.config.get_text_config()
-        kind, reason = settings.balancing, ""
+        kind, reason = options.router_balancing, ""
         if kind == "auto":
+            is_pretrained = bool(context.run.weights_from or context.run.init_from)
             kind, reason = choose_auto_kind(self._config, layers, is_pretrained=is_pretrained)
         self._set_balancing(kind, reason)
         device = context.strategy.device
@@ -111,21 +102,22 @@ class Routers(LoopExtension):
         self._interval_losses = torch.zeros(2, dtype=dtype, device=device)
         self._interval_tokens = torch.zeros((), dtype=dtype, device=device)
         self.scores: list[str | None] = [None] * len(layers)
-        self._score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
+        self.score_errors = torch.zeros(len(layers), len(SCORES), dtype=dtype, device=device)
         self._num_comparisons = 0  # steps, without skipped ones
         self._num_named_experts = 0  # idle experts of the last warning
         self.is_real_sample = torch.ones(0, dtype=torch.bool, device=device)
+        loss = context.strategy.loss  # in a pipeline, the list of stages
         self._hooks = [
             module.register_forward_pre_hook(self._find_real_samples, with_kwargs=True)
-            for module in _modules_with_labels(context.strategy.loss)
+            for module in (loss if isinstance(loss, nn.ModuleList) else [loss])
         ]
         row_by_layer = {layer.name: row for row, layer in enumerate(layers)}
         self._routers = [
             _Router(self, layer, row_by_layer[layer.name])
             for layer in find_expert_layers(context.strategy.model)
         ]
-        if record_interval is not None:
-            self.periodic = Periodic("expert_loads", record_interval, self._record_loads)
+        if options.expert_load_steps is not None:
+            self.periodic = Periodic("expert_loads", options.expert_load_steps, self._record_loads)
 
     @contextlib.contextmanager
     def add_losses_for_trial(self) -> Iterator[None]:
@@ -142,7 +134,7 @@ class Routers(LoopExtension):
 
     def _set_balancing(self, kind: Kind, reason: str = "") -> None:
         self.balancing = make_balancing(
-            self._settings, self._config, self._layers, kind=kind, reason=reason
+            self._options, self._config, self._layers, kind=kind, reason=reason
         )
 
     def _find_real_samples(
@@ -194,29 +186,16 @@ class Routers(LoopExtension):
         weight = self._strategy.token_weight * self._strategy.loss_scale()
         return (weight.to(losses.dtype) * sample_mask).expand_as(losses)
 
-    def compare_scores(
-        self, row: int, logits: Tensor, chosen_experts: Tensor, weights: Tensor
-    ) -> None:
-        """Add how far a router's weights are from those that each of `SCORES` would give.
-
-        Args:
-            row: Row of the layer in the loads.
-            logits: [tokens, experts].
-            chosen_experts: The choices, [tokens, K].
-            weights: The routing weights of the choices, [tokens, K].
-        """
-        self._score_errors[row] += compute_score_errors(logits, chosen_experts, weights)
-
     def _find_scores(self) -> None:
         """Find the scores of all routers from the errors of a step; the host waits for the device.
 
         A step that was skipped does not count, because its weights may be NaN.
         """
         if self._strategy.world_size > 1:
-            dist.all_reduce(self._score_errors)
+            dist.all_reduce(self.score_errors)
         if not self._strategy.skipped:
             self._num_comparisons += 1
-            errors_by_row = self._score_errors.tolist()
+            errors_by_row = self.score_errors.tolist()
             for row in self._rows_without_score():
                 self.scores[row] = find_score(errors_by_row[row])
             assumed_rows = []
@@ -225,7 +204,7 @@ class Routers(LoopExtension):
                 self._assume_scores(assumed_rows)
             if self._knows_scores and self.balancing.kind != "none":
                 self._log_scores(assumed_rows)
-        self._score_errors.zero_()
+        self.score_errors.zero_()
 
     def _assume_scores(self, rows: Sequence[int]) -> None:
         """Set the scores of the routers in some rows to those that are usual for their model."""
@@ -291,9 +270,6 @@ class Routers(LoopExtension):
 
     def _add_step_to_totals(self, num_tokens: int) -> Tensor:
         """Add the load and the losses of a step to the totals, unless it was skipped.
-
-        Args:
-            num_tokens: Tokens of the step.
 
         Returns:
             The load of the step, [layers, experts]; zeros if it was skipped.
@@ -395,7 +371,7 @@ class Routers(LoopExtension):
 
         It has the loss that its configuration asks for, as it had until now, or no balancing.
         """
-        if self._settings.balancing == "auto":
+        if self._options.router_balancing == "auto":
             kind, reason = choose_auto_kind(self._config, self._layers, is_pretrained=True)
             if kind == "none":
                 reason = "because the run was not until now"
@@ -426,7 +402,7 @@ class Routers(LoopExtension):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the loads, and how the run is balanced unless an option sets it."""
-        if self._settings.balancing == "auto":
+        if self._options.router_balancing == "auto":
             self._set_balancing(state["balancing"])
         self.scores = list(state["scores"])
         self._num_comparisons = state.get("num_comparisons", 0)
@@ -473,10 +449,12 @@ class _Router:
         if logits is not None:
             logits = logits.reshape(-1, logits.shape[-1]).float()
             if self._score is None:
-                self._routers.compare_scores(self._row, logits, chosen_experts, weights)
+                errors = compute_score_errors(logits, chosen_experts, weights)
+                self._routers.score_errors[self._row] += errors
             losses = self._compute_scaled_losses(logits, chosen_experts)
+        count_choices = partial(self._routers.count_choices, self._row)
         weights_with_losses = _AttachLosses.apply(  # type: ignore[no-untyped-call]
-            weights, chosen_experts, losses, self, self._routers.is_real_sample
+            weights, chosen_experts, losses, count_choices, self._routers.is_real_sample
         )
         return (hidden_states, chosen_experts, weights_with_losses), {}
 
@@ -498,12 +476,6 @@ class _Router:
         if balancing.z_loss_coef and self._score != PROBABILITIES:
             router_z_loss = balancing.z_loss_coef * compute_router_z_loss(logits)
         return torch.stack([aux_loss, router_z_loss], dim=1)
-
-    def count_choices(
-        self, chosen_experts: Tensor, losses: Tensor | None, is_real_sample: Tensor
-    ) -> Tensor | None:
-        """Count choices and losses; return the gradient of the objective by the losses."""
-        return self._routers.count_choices(self._row, chosen_experts, losses, is_real_sample)
 
     def update_bias(self, load_by_row: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower the others.
@@ -539,11 +511,6 @@ def _make_expert_mask(layers: Sequence[ExpertLayer], device: torch.device) -> Te
     )
 
 
-def _modules_with_labels(loss: nn.Module) -> list[nn.Module]:
-    """Return the modules that get the labels of a micro-batch: the loss, or a pipeline's stages."""
-    return [*loss] if isinstance(loss, nn.ModuleList) else [loss]
-
-
 def _add_to_bias(bias: Tensor, change: Tensor) -> None:
     """Add a change, which every rank has as a whole, to a bias or to this rank's shard of it."""
     if isinstance(bias, DTensor):
@@ -568,13 +535,13 @@ class _AttachLosses(torch.autograd.Function):
         weights: Tensor,
         chosen_experts: Tensor,
         losses: Tensor | None,
-        router: _Router,
+        count_choices: Callable[[Tensor, Tensor | None, Tensor], Tensor | None],
         is_real_sample: Tensor,
     ) -> Tensor:
         """Return the weights; the other arguments are for the backward pass."""
         # Saved tensors are recomputed under checkpointing. In a pipeline other micro-batches have
         # passed by then, so the mask stays with the first forward pass.
-        ctx.router, ctx.is_real_sample = router, is_real_sample
+        ctx.count_choices, ctx.is_real_sample = count_choices, is_real_sample
         ctx.save_for_backward(chosen_experts, losses)
         return weights.view_as(weights)
 
@@ -582,5 +549,5 @@ class _AttachLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Count the choices, and return the gradients of weights and losses."""
         chosen_experts, losses = ctx.saved_tensors
-        loss_gradient = ctx.router.count_choices(chosen_experts, losses, ctx.is_real_sample)
+        loss_gradient = ctx.count_choices(chosen_experts, losses, ctx.is_real_sample)
         return gradients[0], None, loss_gradient, None, None

@@ -9,32 +9,12 @@ from transformers import PreTrainedConfig
 
 from llm.errors import ConfigError
 from llm.extensions.moe.expert_layers import ExpertLayer
+from llm.extensions.moe.router_settings import MoEOptions
 from llm.models.sizes import experts_per_token
 
 Kind = Literal["none", "bias", "loss", "both"]
 
 _DEFAULT_COEFFICIENT = 0.01  # Switch Transformer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """The options of balancing.
-
-    Attributes:
-        balancing: `auto` lets `choose_auto_kind` decide.
-        aux_loss_coef: Coefficient of the auxiliary loss; None for the default.
-        aux_loss_scope: Whether the auxiliary loss balances each sample, or the global batch.
-        bias_update_rate: Change of a bias per step, in units of sigmoid scores.
-        bias_update: Whether the bias changes by the sign of the load's deviation, or in proportion.
-        z_loss_coef: Coefficient of the z-loss; 0 without one.
-    """
-
-    balancing: Literal["auto", "none", "bias", "loss", "both"]
-    aux_loss_coef: float | None
-    aux_loss_scope: Literal["global", "sequence"]
-    bias_update_rate: float
-    bias_update: Literal["sign", "proportional"]
-    z_loss_coef: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,56 +60,49 @@ class Balancing:
 
 
 def make_balancing(
-    settings: RouterSettings,
+    options: MoEOptions,
     config: PreTrainedConfig,
     layers: Sequence[ExpertLayer],
     *,
     kind: Kind,
-    reason: str = "",
+    reason: str,
 ) -> Balancing:
     """Return the balancing of a kind, with its coefficients.
 
     Args:
-        settings: The options.
+        options: Coefficients and rates.
         config: The text configuration of the model.
         layers: The layers with experts of the whole model.
         kind: The kind.
-        reason: Why it is this kind, if no option says it.
+        reason: Why it is this kind, if no option says it; or empty.
 
     Raises:
         ConfigError: The routers lack a bias or logits, or the configuration has no usable
             coefficient.
     """
-    _check_routers(settings, layers, kind=kind, family=config.model_type)
+    _check_routers(options, layers, kind=kind, family=config.model_type)
     return Balancing(
         kind=kind,
         reason=reason,
-        aux_loss_coef=_choose_aux_loss_coef(settings, config, len(layers), kind=kind),
-        is_per_sequence=settings.aux_loss_scope == "sequence",
-        bias_update_rate=settings.bias_update_rate if kind in ("bias", "both") else 0.0,
-        is_proportional=settings.bias_update == "proportional",
-        z_loss_coef=settings.z_loss_coef,
+        aux_loss_coef=_choose_aux_loss_coef(options, config, len(layers), kind=kind),
+        is_per_sequence=options.router_aux_loss_scope == "sequence",
+        bias_update_rate=options.router_bias_update_rate if kind in ("bias", "both") else 0.0,
+        is_proportional=options.router_bias_update == "proportional",
+        z_loss_coef=options.router_z_loss,
     )
 
 
 def _check_routers(
-    settings: RouterSettings, layers: Sequence[ExpertLayer], *, kind: Kind, family: str
+    options: MoEOptions, layers: Sequence[ExpertLayer], *, kind: Kind, family: str
 ) -> None:
-    """Refuse a kind of balancing that the routers lack a bias or logits for.
-
-    Args:
-        settings: The options.
-        layers: The layers with experts of the whole model.
-        kind: The kind.
-        family: The model type, for the message.
-    """
+    """Refuse a kind of balancing that the routers lack a bias or logits for."""
     if kind in ("bias", "both") and all(layer.bias is None for layer in layers):
         raise ConfigError(
             f"--router_balancing {kind} changes the bias of routers, and the routers of {family} "
             "have none; take loss."
         )
     logits_option = f"--router_balancing {kind}" if kind in ("loss", "both") else None
-    logits_option = "--router_z_loss" if settings.z_loss_coef else logits_option
+    logits_option = "--router_z_loss" if options.router_z_loss else logits_option
     if logits_option is not None and all(layer.router is None for layer in layers):
         raise ConfigError(
             f"{logits_option} needs the logits of routers, and {family} gives none; leave it out."
@@ -137,23 +110,19 @@ def _check_routers(
 
 
 def _choose_aux_loss_coef(
-    settings: RouterSettings, config: PreTrainedConfig, num_layers: int, *, kind: Kind
+    options: MoEOptions, config: PreTrainedConfig, num_layers: int, *, kind: Kind
 ) -> float:
     """Return the coefficient of the auxiliary loss: the option's, the model's, or the default.
 
-    Args:
-        settings: The options.
-        config: The text configuration of the model.
-        num_layers: Number of layers with experts.
-        kind: The kind of balancing; 0 is returned for those without an auxiliary loss.
+    It is 0 for a kind without an auxiliary loss.
 
     Raises:
         ConfigError: The configuration has no usable coefficient.
     """
     if kind not in ("loss", "both"):
         return 0.0
-    if settings.aux_loss_coef is not None:
-        return settings.aux_loss_coef
+    if options.router_aux_loss_coef is not None:
+        return options.router_aux_loss_coef
     coefficient = read_aux_loss_coef(config, num_layers)
     if coefficient == 0:
         raise ConfigError(

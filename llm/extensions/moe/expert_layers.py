@@ -80,14 +80,7 @@ def _find_router(
 ) -> tuple[nn.Module | None, int]:
     """Return the router of some experts, and the index of the logits in its outputs.
 
-    Args:
-        experts_name: Name of the experts' module.
-        modules: All modules of the model by name.
-        logits_index_by_class: The index of the logits for each class of routers.
-        experts_names: Names of the experts of all layers.
-
-    Returns:
-        (None, 0) if no router records its logits.
+    The result is (None, 0) if no router records its logits.
     """
     scope = experts_name.rpartition(".")[0]
     routers = _find_routers_inside(modules, scope, logits_index_by_class)
