@@ -28,15 +28,10 @@ class MomentExtension(Extension[MomentOptions]):
     def find_problems(self) -> list[str]:
         """Return a sentence if another optimizer trains the run."""
         options = self.options
-        conflicts = (
-            [] if options.optimizer in (None, "adamw") else [f"--optimizer {options.optimizer}"]
-        )
-        conflicting_options = (
-            options.extra_optimizer_option,
-            options.step_change_option,
-            options.replica_option,
-        )
-        conflicts += [name for name in conflicting_options if name is not None]
+        optimizer = options.optimizer or "adamw"
+        conflicts = [] if optimizer == "adamw" else [f"--optimizer {optimizer}"]
+        conflicting_options = options.extra_optimizer_option, options.step_change_option
+        conflicts += filter(None, (*conflicting_options, options.replica_option))
         if options.moment_dtype == "fp32" or not conflicts:
             return []
         return [

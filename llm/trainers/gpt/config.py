@@ -249,9 +249,8 @@ def _read_preset(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def values_of_preset(config: CoreConfig) -> dict[str, Any]:
     """Return the options of a run's preset that the run does not override."""
     assert config.preset is not None
-    values = {name: getattr(config, name) for name in (f.name for f in fields(type(config)))}
     try:
-        preset = _read_preset(config.preset, values)
+        preset = _read_preset(config.preset, vars(config))
     except ConfigError:  # a resumed run may have another length, in steps
         return {}
     return {name: value for name, value in preset.items() if getattr(config, name) == value}
@@ -437,7 +436,7 @@ def _find_fp8_head_problems(config: CoreConfig) -> list[str]:
     if not config.fp8_head:
         return []
     conflicts = [f"--{name}" for name in sizes_above_one(config)]
-    conflicts += [name for name in (config.replica_option, config.extra_optimizer_option) if name]
+    conflicts += filter(None, (config.replica_option, config.extra_optimizer_option))
     if config.z_loss > _MAX_FLOAT8_Z_LOSS:
         conflicts.append(f"--z_loss above {_MAX_FLOAT8_Z_LOSS:g}")  # the gradient would overflow
     return [f"--fp8_head does not go with {name}; leave one of them out." for name in conflicts]
@@ -450,17 +449,12 @@ def _find_computed_rate_problems(config: CoreConfig) -> list[str]:
     computed_names = ("learning_rate", "weight_decay")
     names = [name for name in values_of_preset(config) if name in computed_names]
     optimizer = None if config.optimizer in (None, "adamw") else f"--optimizer {config.optimizer}"
-    other_options = (
-        optimizer,
-        config.extra_optimizer_option,
-        config.step_change_option,
-        config.replica_option,
-    )
+    other_options = optimizer, config.extra_optimizer_option, config.step_change_option
     return [
         f"--preset {config.preset} computes {' and '.join(names)} for AdamW and one model, not for "
-        f"{other_option}; set {' and '.join(names)} too."
-        for other_option in other_options
-        if other_option is not None and names
+        f"{conflict}; set {' and '.join(names)} too."
+        for conflict in filter(None, (*other_options, config.replica_option))
+        if names
     ]
 
 
@@ -475,10 +469,7 @@ def _find_fused_kernels_problems(config: CoreConfig) -> list[str]:
         conflicts.append("--fp8_head")
     if config.mixed_precision not in (None, "no", "fp16", "bf16"):
         conflicts.append(f"--mixed_precision {config.mixed_precision}")
-    if config.replica_option is not None:
-        conflicts.append(config.replica_option)
-    if config.extra_optimizer_option is not None:
-        conflicts.append(config.extra_optimizer_option)
+    conflicts += filter(None, (config.replica_option, config.extra_optimizer_option))
     return [
         f"--fused_kernels {config.fused_kernels} has been tried with whole weights that all ranks "
         f"share, and does not go with {conflict}; leave one of them out."
@@ -497,10 +488,8 @@ def _find_fp8_gather_problems(config: CoreConfig) -> list[str]:
         conflicts.append(f"--optimizer {config.optimizer}")
     if config.unsharded_gradients:
         conflicts.append("--unsharded_gradients")
-    if config.replica_option is not None:
-        conflicts.append(config.replica_option)
     other_options = config.extra_optimizer_option, config.step_change_option
-    conflicts += [other_option for other_option in other_options if other_option is not None]
+    conflicts += filter(None, (config.replica_option, *other_options))
     problems = [
         f"--fp8_all_gather has been tried with one sharded model and elementwise optimizers only, "
         f"and does not go with {conflict}; leave one of them out."
@@ -518,10 +507,7 @@ def _find_all_reduce_problems(config: CoreConfig) -> list[str]:
     conflicts = [f"--{name}" for name in sizes_above_one(config)]
     if config.mixed_precision not in (None, "no", "bf16"):
         conflicts.append(f"--mixed_precision {config.mixed_precision}")
-    if config.replica_option:
-        conflicts.append(config.replica_option)
-    if config.extra_optimizer_option is not None:
-        conflicts.append(config.extra_optimizer_option)
+    conflicts += filter(None, (config.replica_option, config.extra_optimizer_option))
     return [
         f"--all_reduce_dtype {config.all_reduce_dtype} is for the gradients of whole weights in "
         f"float32 or bf16 runs, and does not go with {conflict}; leave one of them out."
