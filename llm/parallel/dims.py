@@ -134,7 +134,12 @@ def make_parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDim
     }
     ranks_per_replica = math.prod(size_by_option.values())
     if world_size % ranks_per_replica:
-        raise _indivisible_ranks_error(size_by_option, world_size)
+        product = " x ".join(f"--{name} {n}" for name, n in size_by_option.items() if n > 1)
+        raise ConfigError(
+            f"{product} is {ranks_per_replica} ranks, which do not divide the {world_size} that "
+            f"there are; use a number of ranks that is a multiple of {ranks_per_replica}, or make "
+            "a size smaller."
+        )
     replicate, expert = world_size // ranks_per_replica, options.expert_parallel_size
     if options.data_parallel_shard_size == 1 and replicate % expert:
         raise ConfigError(
@@ -148,15 +153,4 @@ def make_parallel_dims(options: ParallelOptions, world_size: int) -> ParallelDim
         context=options.context_parallel_size,
         tensor=options.tensor_parallel_size,
         expert=expert,
-    )
-
-
-def _indivisible_ranks_error(size_by_option: dict[str, int], world_size: int) -> ConfigError:
-    """Return the error for sizes with a product that does not divide the number of ranks."""
-    ranks_per_replica = math.prod(size_by_option.values())
-    product = " x ".join(f"--{name} {size}" for name, size in size_by_option.items() if size > 1)
-    return ConfigError(
-        f"{product} is {ranks_per_replica} ranks, which do not divide the {world_size} that "
-        "there are; use a number of ranks that is a multiple of "
-        f"{ranks_per_replica}, or make a size smaller."
     )

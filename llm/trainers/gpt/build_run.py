@@ -1,7 +1,7 @@
 """Builds the objects of a run from its configuration and the result of `inputs`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -107,12 +107,7 @@ def _use_document_attention(run: Run, model: PreTrainedModel) -> None:
 
 
 def _check_model(run: Run, model: PreTrainedModel) -> None:
-    """Refuse a model that would compute something else with the options of the run.
-
-    Args:
-        run: The run.
-        model: The model, perhaps with dummy weights.
-    """
+    """Refuse a model that would compute something else with the options of the run."""
     boundaries, dims = run.document_boundaries, run.dims
     if boundaries is not None:
         check_documents_apart(model, positions=boundaries.positions, attention=boundaries.attention)
@@ -139,7 +134,15 @@ def make_strategy(run: Run, model: PreTrainedModel) -> tuple[AcceleratedStrategy
     transforms = list_transforms(run.extensions, run.model_config)
     init_weights = None
     if model.device.type == "meta":
-        init_weights = _make_weight_filler(run, model, accelerator.device, transforms)
+        files = find_weight_files(model, run.weights_from) if run.weights_from else None
+        init_weights = partial(
+            fill_model,
+            run.config,
+            seed=run.seed,
+            device=accelerator.device,
+            files=files or (),
+            transforms=transforms,
+        )
     strategy = run.layout.make_strategy(
         run.config, run.dims, accelerator, init_weights=init_weights
     )
@@ -201,38 +204,15 @@ def _make_run_optimizer(
     *,
     frozen_weights: Sequence[str],
 ) -> RunOptimizer:
-    """Return the optimizer of a prepared model, with the learning rates of all weights.
-
-    Args:
-        factory: Makes the optimizer.
-        transforms: Scale the learning rates.
-        model: The model, or this rank's shards of it.
-        mesh: The ranks that divide the weights; None if every rank has all of them.
-        frozen_weights: Weights that the loss does not use. DistributedDataParallel would wait for
-            their gradients, so they get none. The optimizer keeps their state, so that checkpoints
-            are the same in all layouts.
-    """
+    """Return the optimizer of a prepared model, with the learning rates of all weights."""
     run_optimizer = factory.make(model, mesh)
     for transform in transforms:
         scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
+    # DistributedDataParallel would wait for the gradients of these weights, so they get none. The
+    # optimizer keeps their state, so that checkpoints are the same in all layouts.
     for name in frozen_weights:
         model.get_parameter(name).requires_grad_(False)
     return run_optimizer
-
-
-def _make_weight_filler(
-    run: Run, model: PreTrainedModel, device: torch.device, transforms: Sequence[Transform]
-) -> Callable[[PreTrainedModel], None]:
-    """Return the function that fills a model on the meta device once ranks hold shards of it."""
-    files = find_weight_files(model, run.weights_from) if run.weights_from else None
-    return partial(
-        fill_model,
-        run.config,
-        seed=run.seed,
-        device=device,
-        files=files or (),
-        transforms=transforms,
-    )
 
 
 def check_same_start(run: Run) -> None:

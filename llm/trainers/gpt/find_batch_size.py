@@ -71,7 +71,9 @@ def find_batch_size(
     while next_run is not None:
         run = next_run
         health.heartbeat(step=0, phase="start")
-        peak_bytes = _measure_step_memory(run, strategy, model)
+        reset_peak_memory(device)
+        _run_largest_step(run, strategy, model)
+        peak_bytes = peak_memory(device)
         free_bytes = usable_memory(device, ranks_on_host=ranks_on_host) - extension_bytes
         usable_bytes = max(1, free_bytes)
 
@@ -97,15 +99,6 @@ def _fix_global_batch_of_branch(run: TrainingRun) -> TrainingRun:
         gradient_accumulation_steps=1,
     )
     return dataclasses.replace(run, config=config)
-
-
-def _measure_step_memory(
-    run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
-) -> int:
-    """Return the peak of the device's memory, in bytes, in a trial step with the run's batch."""
-    reset_peak_memory(strategy.device)
-    _run_largest_step(run, strategy, model)
-    return peak_memory(strategy.device)
 
 
 def _release_memory(device: torch.device) -> None:

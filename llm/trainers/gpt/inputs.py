@@ -4,13 +4,12 @@ All of it runs before process groups form, so that bad input is refused with one
 on one rank ends all ranks. Only the data cache is written.
 """
 
-import copy
 import dataclasses
 import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.run_folder import RunFolder
@@ -289,20 +288,16 @@ def choose_dims(
         num_layers = model_config.get_text_config().num_hidden_layers
         check_num_stages(num_layers, dims.pipeline * config.virtual_stages)
     if dims.expert > 1:
-        check_expert_parallel(_build_meta_model(config, model_config), dims)
+        meta_model = build_model(
+            config,
+            model_config,
+            weights_from=None,
+            seed=0,
+            device=torch.device("meta"),
+            vocab_size=model_config.get_text_config().vocab_size,
+        )
+        check_expert_parallel(meta_model, dims)
     return dims
-
-
-def _build_meta_model(config: CoreConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device; its configuration does not change."""
-    return build_model(
-        config,
-        copy.deepcopy(model_config),
-        weights_from=None,
-        seed=0,
-        device=torch.device("meta"),
-        vocab_size=model_config.get_text_config().vocab_size,
-    )
 
 
 def choose_block_size(config: CoreConfig, model_config: PreTrainedConfig) -> int:

@@ -28,7 +28,9 @@ def choose_device_options(
         ConfigError: A compiled run on a GPU is to be deterministic.
     """
     if start is not None and not config.eval_only:
-        values = _read_device_options(config, start)
+        fixed, logged = (read_saved_options(config, start, kind) for kind in ("fixed", "logged"))
+        recorded_options = _UNRECORDED_VALUES | fixed | logged
+        values = {name: recorded_options[name] for name in DEVICE_OPTIONS}
     else:
         is_compiled = can_compile(device) and not config.deterministic
         values = {**default_precision(device), "torch_compile": is_compiled, "router_dtype": "fp32"}
@@ -41,13 +43,6 @@ def choose_device_options(
             "have other bits after a resume. Set --no_torch_compile, or leave --deterministic out."
         )
     return values
-
-
-def _read_device_options(config: CoreConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the options in `DEVICE_OPTIONS` as a checkpoint records them."""
-    fixed, logged = (read_saved_options(config, checkpoint, kind) for kind in ("fixed", "logged"))
-    recorded_options = _UNRECORDED_VALUES | fixed | logged
-    return {name: recorded_options[name] for name in DEVICE_OPTIONS}
 
 
 def choose_loss_chunks(
@@ -88,9 +83,8 @@ def use_checkpoint_batch_size(config: CoreConfig, resume_from: Checkpoint | None
                 "a number. `llm-trainers plan` with auto computes one for equal loads."
             )
         return config
-    name = "per_device_train_batch_size"
-    size = read_saved_options(config, resume_from, "logged")[name]
-    return dataclasses.replace(config, **{name: size})
+    size = read_saved_options(config, resume_from, "logged")["per_device_train_batch_size"]
+    return dataclasses.replace(config, per_device_train_batch_size=size)
 
 
 def choose_seed(config: CoreConfig, start: Checkpoint | None) -> int:

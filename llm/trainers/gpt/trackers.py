@@ -31,6 +31,10 @@ def make_reporter(
     run: TrainingRun, strategy: AcceleratedStrategy, model: PreTrainedModel
 ) -> MetricsReporter:
     """Return the run's MetricsReporter; it reports to the trackers that are open by then."""
+    prometheus_file = None
+    if strategy.rank == 0 and run.config.metrics_file is not None:
+        metrics_file = Path(run.config.metrics_file)
+        prometheus_file = PrometheusFile(metrics_file, output_dir=run.folder.path)
     return MetricsReporter(
         metrics_path=run.folder.metrics if strategy.rank == 0 else None,
         log_to_trackers=lambda values, step: strategy.accelerator.log(values, step=step),
@@ -38,7 +42,7 @@ def make_reporter(
         total_steps=run.batch_plan.total_steps,
         flops_per_token=flops_per_token(model, block_size=run.block_size),
         find_peak_flops=partial(_find_peak_flops, run.config, strategy),
-        prometheus_file=_make_prometheus_file(run) if strategy.rank == 0 else None,
+        prometheus_file=prometheus_file,
     )
 
 
@@ -48,13 +52,6 @@ def _find_peak_flops(config: CoreConfig, strategy: AcceleratedStrategy) -> float
         return config.device_peak_tflops * 1e12 * strategy.world_size
     precision = config.mixed_precision or "no"
     return device_peak_flops(strategy.device, precision) * strategy.world_size
-
-
-def _make_prometheus_file(run: TrainingRun) -> PrometheusFile | None:
-    """Return the file of `metrics_file`, or None."""
-    if run.config.metrics_file is None:
-        return None
-    return PrometheusFile(Path(run.config.metrics_file), output_dir=run.folder.path)
 
 
 def check_trackers(config: CoreConfig) -> None:
