@@ -116,13 +116,7 @@ class ClassRunOptimizer(RunOptimizer):
         self._class_optimizer.allocate_state(state_by_param)
 
     def _make_local_state(self, name: str, key: str, saved_tensor: Tensor) -> Tensor:
-        """Return a tensor with the shape that a saved tensor has on this rank.
-
-        Args:
-            name: Name of the parameter.
-            key: Name of the tensor in its state.
-            saved_tensor: The whole tensor, on the meta device.
-        """
+        """Return a tensor of a parameter's state with the shape that it has on this rank."""
         local_shape, full_shape = self._param_by_name[name].shape, self._shapes[name]
         is_shard = not self._owner_by_path and local_shape != full_shape
         if not is_shard or not saved_tensor.ndim:
@@ -268,14 +262,7 @@ def make_class_factory(options: CustomOptimizerOptions, *, is_run: bool) -> Clas
 def _check_traits(
     options: CustomOptimizerOptions, traits: Traits, *, takes_matrices: bool, reason: str
 ) -> None:
-    """Refuse a class whose updates would depend on how ranks divide the weights.
-
-    Args:
-        options: The class, and the sizes of the layout.
-        traits: Its behavior in a trial.
-        takes_matrices: Whether it updates whole matrices.
-        reason: Why, for a message.
-    """
+    """Refuse a class whose updates would depend on how ranks divide the weights."""
     name, sizes = options.optimizer, sizes_above_one(options)
     if traits.is_random and (sizes or world_from_environment().world_size > 1):
         raise ConfigError(

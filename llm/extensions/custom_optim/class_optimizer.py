@@ -196,10 +196,8 @@ class ClassOptimizer(torch.optim.Optimizer):
         """Free the weights and gradients that this rank had only for a step."""
         if self._matrices is not None:
             for matrix in self._inner_params.values():
-                matrix.data, matrix.grad = (
-                    torch.empty(0, dtype=matrix.dtype, device=matrix.device),
-                    None,
-                )
+                matrix.data = torch.empty(0, dtype=matrix.dtype, device=matrix.device)
+                matrix.grad = None
 
     def allocate_state(self, state_by_param: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replace the state by one with other tensors, which a checkpoint then overwrites.
@@ -215,11 +213,9 @@ class ClassOptimizer(torch.optim.Optimizer):
             for key, tensor in state_by_param.get(p, {}).items():
                 device = p.device if tensor.ndim else self._scalar_devices.get(key, p.device)
                 if key.startswith((NUMBER_PREFIX, GROUP_PREFIX)):
-                    self._number_tensors[p, key] = torch.zeros_like(tensor, device="cpu")
+                    number = self._number_tensors[p, key] = torch.zeros_like(tensor, device="cpu")
                     if key.startswith(NUMBER_PREFIX):
-                        inner_state[key.removeprefix(NUMBER_PREFIX)] = self._number_tensors[
-                            p, key
-                        ].item()
+                        inner_state[key.removeprefix(NUMBER_PREFIX)] = number.item()
                 else:
                     inner_state[key] = torch.zeros_like(tensor, device=device)
             if inner_state:

@@ -114,12 +114,13 @@ class _Trial:
         is_elementwise = all(tensor.shape == matrix.shape for tensor in state_tensors) and all(
             _are_close(self._train_halves(split), [matrix]) for split in _SPLITS_IN_HALVES
         )
+        reseeded_optimizer = self._train(self._weights, self._gradients, seed=1)
         return Traits(
             reads_found_inf=self._reads_found_inf,
             is_elementwise=is_elementwise,
             is_coupled=not _are_close([self._train_alone(0), self._train_alone(1)], weights),
-            is_random=not all(map(torch.equal, self._train_with_another_seed(), weights)),
-            changing_attributes=self._find_changing_attributes(),
+            is_random=not all(map(torch.equal, _weights_of(reseeded_optimizer), weights)),
+            changing_attributes=self._find_changing_attributes(trial_optimizer),
             scalar_devices={
                 key: tensor.device
                 for key, tensor in matrix_state.items()
@@ -142,17 +143,12 @@ class _Trial:
         )
 
     def _train(
-        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+        self, weights: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], *, seed: int = 0
     ) -> ClassOptimizer:
         """Return an optimizer after steps with the gradients of the weights."""
         optimizer = self._make_optimizer(weights)
-        _take_steps(optimizer, gradients)
+        _take_steps(optimizer, gradients, seed=seed)
         return optimizer
-
-    def _train_with_another_seed(self) -> list[Tensor]:
-        optimizer = self._make_optimizer(self._weights)
-        _take_steps(optimizer, self._gradients, seed=1)
-        return _weights_of(optimizer)
 
     def _train_alone(self, index: int) -> Tensor:
         """Return one of the weights, trained without the others."""
@@ -168,12 +164,10 @@ class _Trial:
         dim = int(halves[0][0].shape[0] == self._weights[0].shape[0])
         return [torch.cat([half for (half,) in halves], dim)]
 
-    def _find_changing_attributes(self) -> tuple[str, ...]:
-        """Return the names of the attributes of the class that a step changes."""
-        params = [nn.Parameter(weight.clone()) for weight in self._weights]
-        optimizer = self._class.make([{"params": params, "weight_decay": 0.0}], _LEARNING_RATE)
+    def _find_changing_attributes(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        """Return the names of the attributes of an optimizer that its first step changes."""
         attributes = copy.deepcopy(_numbers_and_tensors(vars(optimizer)))
-        for p, gradient in zip(params, self._gradients[0], strict=True):
+        for p, gradient in zip(_params_of(optimizer), self._gradients[0], strict=True):
             p.grad = gradient.clone()
         optimizer.step()
         changed_attributes = _numbers_and_tensors(vars(optimizer))
@@ -205,12 +199,7 @@ class _Trial:
                 )
 
     def _check_addresses(self, optimizer: ClassOptimizer, addresses: Sequence[int]) -> None:
-        """Refuse a class that replaces the memory of weights.
-
-        Args:
-            optimizer: An optimizer after some steps.
-            addresses: Addresses of its weights before them.
-        """
+        """Refuse a class that replaces the memory of weights, which had these addresses before."""
         if [p.data_ptr() for p in _params_of(optimizer)] != addresses:
             raise ConfigError(
                 f"--optimizer {self._class.name} puts new tensors in the place of weights (p.data "
@@ -219,14 +208,7 @@ class _Trial:
             )
 
     def _check_resume(self, expected_weights: Sequence[Tensor]) -> None:
-        """Refuse a class that needs more than its state to continue.
-
-        Args:
-            expected_weights: The weights after all steps without an interruption.
-
-        Raises:
-            ConfigError: The resumed weights differ.
-        """
+        """Refuse a class that needs more than its state to continue an interrupted training."""
         interrupted_optimizer = self._train(self._weights, self._gradients[:-1])
         resumed_optimizer = self._make_optimizer(_weights_of(interrupted_optimizer))
         state_by_param: dict[Tensor, dict[str, Tensor]] = dict(
@@ -247,14 +229,7 @@ class _Trial:
             )
 
     def _check_skipped_step(self, optimizer: ClassOptimizer) -> None:
-        """Refuse a class that has the attribute `found_inf` and takes a step all the same.
-
-        Args:
-            optimizer: An optimizer after some steps.
-
-        Raises:
-            ConfigError: A skipped step changes a weight.
-        """
+        """Refuse a class that has the attribute `found_inf` and takes a step all the same."""
         weights = _weights_of(optimizer)
         optimizer.found_inf = torch.ones((), device=weights[0].device)
         _take_steps(optimizer, self._gradients[:1])
@@ -279,7 +254,7 @@ def _are_equal(value: Any, other_value: Any) -> bool:
     return bool(value == other_value)
 
 
-def _params_of(optimizer: ClassOptimizer) -> list[nn.Parameter]:
+def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

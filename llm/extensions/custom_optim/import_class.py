@@ -88,12 +88,7 @@ def _import_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _import_module(name: str, module_name: str) -> object:
-    """Import the module of a class; one that is not installed may be in the current folder.
-
-    Args:
-        name: The class in messages.
-        module_name: The module.
-    """
+    """Import the module of a class; one that is not installed may be in the current folder."""
     package = module_name.partition(".")[0]
     # A module that is imported already may have no spec, such as __main__, and find_spec raises.
     if package not in sys.modules and importlib.util.find_spec(package) is None:

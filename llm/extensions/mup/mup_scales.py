@@ -78,11 +78,10 @@ class Scales(Transform):
             ndim: Its number of dimensions.
             group: The settings of its group in the optimizer; Muon marks those that it trains.
         """
-        matrix_factor = 1 / (
-            math.sqrt(self.width_ratio) if group.get("is_muon") else self.width_ratio
-        )
+        root = math.sqrt(self.width_ratio)
+        matrix_factor = 1 / (root if group.get("is_muon") else self.width_ratio)
         if group.get("on_sphere"):
-            return matrix_factor * math.sqrt(self.width_ratio)
+            return matrix_factor * root
         return self._compute_factor(
             name, ndim, matrix_factor=matrix_factor, depth_ratio=self.depth_ratio
         )
@@ -92,16 +91,10 @@ class Scales(Transform):
     ) -> float:
         """Return a parameter's factor from the factor of matrices in the layers.
 
-        Args:
-            name: The parameter's name in the whole model.
-            ndim: Its number of dimensions.
-            matrix_factor: Factor of matrices inside the layers.
-            depth_ratio: Divides the factor of the last matrix of each attention and MLP.
+        The depth ratio divides the factor of the last matrix of each attention and MLP.
         """
-        if not _IN_BLOCK.search(name):
-            return (
-                1 / self.width_ratio if ndim == 1 else 1.0
-            )  # the last norm; embeddings and the head
+        if not _IN_BLOCK.search(name):  # the last norm; or embeddings and the head
+            return 1 / self.width_ratio if ndim == 1 else 1.0
         factor = matrix_factor if ndim == 2 else 1.0
         return factor / depth_ratio if _BRANCH_OUTPUT.search(name) else factor
 
@@ -123,31 +116,21 @@ class Scales(Transform):
     def export_weights(
         self, state_dict: Mapping[str, Tensor], config: PreTrainedConfig
     ) -> Mapping[str, Tensor]:
-        """Return weights with the attention factor merged into the queries."""
-        return fold_attention_scale(state_dict, config, self.attention_factor)
-
-
-def fold_attention_scale(
-    state_dict: Mapping[str, Tensor], config: PreTrainedConfig, factor: float
-) -> dict[str, Tensor]:
-    """Return the weights with the queries multiplied by the factor of the attention logits.
-
-    Args:
-        state_dict: Every weight by its name in the model; not changed.
-        config: The model's configuration.
-        factor: `Scales.attention_factor`.
-    """
-    folded_weights = dict(state_dict)
-    # Behind a norm, the scale of the queries' matrix has no effect.
-    query_module = "q_norm" if any(".q_norm." in name for name in folded_weights) else "q_proj"
-    for name, tensor in state_dict.items():
-        module_name = name.split(".")[-2]
-        if factor == 1 or module_name not in (query_module, "c_attn", "query_key_value"):
-            continue
-        folded_weights[name] = query_weights = tensor.clone()
-        if module_name == "c_attn":  # queries, keys and values lie side by side in the columns
-            query_weights = query_weights[..., : config.hidden_size]
-        elif module_name == "query_key_value":  # ... of each head, in the rows
-            query_weights = query_weights.unflatten(0, (config.num_attention_heads, 3, -1))[:, 0]
-        query_weights *= factor
-    return folded_weights
+        """Return weights with the queries multiplied by the attention factor."""
+        if self.attention_factor == 1:
+            return state_dict
+        folded_weights = dict(state_dict)
+        # Behind a norm, the scale of the queries' matrix has no effect.
+        query_module = "q_norm" if any(".q_norm." in name for name in state_dict) else "q_proj"
+        for name, tensor in state_dict.items():
+            module_name = name.split(".")[-2]
+            if module_name not in (query_module, "c_attn", "query_key_value"):
+                continue
+            folded_weights[name] = query_weights = tensor.clone()
+            if module_name == "c_attn":  # queries, keys and values lie side by side in the columns
+                query_weights = query_weights[..., : config.hidden_size]
+            elif module_name == "query_key_value":  # ... of each head, in the rows
+                head_shape = config.num_attention_heads, 3, -1
+                query_weights = query_weights.unflatten(0, head_shape)[:, 0]
+            query_weights *= self.attention_factor
+        return folded_weights

@@ -78,8 +78,8 @@ class MuPExtension(Extension[MuPOptions]):
         """Refuse muP for models without a rule.
 
         Raises:
-            ConfigError: As for `make_scales`; or the model has trained weights, or was trained with
-                another scale of attention and is to be evaluated, or trained further.
+            ConfigError: As for `make_transform`; or the model has trained weights, or was trained
+                with another scale of attention and is to be evaluated, or trained further.
         """
         options = self.options
         self.make_transform(run.model_config)
@@ -108,44 +108,35 @@ class MuPExtension(Extension[MuPOptions]):
             )
 
     def make_transform(self, model_config: "PreTrainedConfig") -> "Scales | None":
-        """Return the scales of a model; None without `mup`."""
-        options = self.options
-        if not options.mup or options.mup_base_width is None:
+        """Return the scales of a model; None without `mup`.
+
+        Raises:
+            ConfigError: muP has no rule for the architecture, or the base model is impossible.
+        """
+        options, base_width = self.options, self.options.mup_base_width
+        if not options.mup or base_width is None:
             return None
-        return make_scales(options, model_config)
+        from llm.extensions.mup.mup_scales import Scales
+        from llm.models.shapes import SHAPED
+        from llm.models.sizes import head_width
 
-
-def make_scales(options: MuPOptions, config: "PreTrainedConfig") -> "Scales":
-    """Return the scales of muP for a model.
-
-    Args:
-        options: The base model.
-        config: The model's configuration.
-
-    Raises:
-        ConfigError: muP has no rule for the architecture, or the base model is impossible.
-    """
-    from llm.extensions.mup.mup_scales import Scales
-    from llm.models.shapes import SHAPED
-    from llm.models.sizes import head_width
-
-    model_type, text_config = config.model_type, config.get_text_config()
-    if model_type not in SHAPED:
-        raise ConfigError(
-            f"--mup is for {', '.join(SHAPED)}, and this model is {model_type}; leave it out."
+        model_type, text_config = model_config.model_type, model_config.get_text_config()
+        if model_type not in SHAPED:
+            raise ConfigError(
+                f"--mup is for {', '.join(SHAPED)}, and this model is {model_type}; leave it out."
+            )
+        width, head_dim = text_config.hidden_size, head_width(text_config)
+        base_head_dim = options.mup_base_head_dim or head_dim
+        if text_config.num_attention_heads * head_dim == width and base_width % base_head_dim:
+            raise ConfigError(
+                f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; "
+                "make it a multiple, or give the width of the base model's heads by "
+                "--mup_base_head_dim."
+            )
+        base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
+        return Scales(
+            width_ratio=width / base_width,
+            depth_ratio=text_config.num_hidden_layers / base_layers,
+            attention_factor=math.sqrt(base_head_dim / head_dim),
+            has_depth_scaled_init=model_type == "gpt2",
         )
-    width, head_dim = text_config.hidden_size, head_width(text_config)
-    base_width = options.mup_base_width or width
-    base_head_dim = options.mup_base_head_dim or head_dim
-    if text_config.num_attention_heads * head_dim == width and base_width % base_head_dim:
-        raise ConfigError(
-            f"--mup_base_width {base_width} cannot be divided into heads of {base_head_dim}; make "
-            "it a multiple, or give the width of the base model's heads by --mup_base_head_dim."
-        )
-    base_layers = options.mup_base_num_layers or text_config.num_hidden_layers
-    return Scales(
-        width_ratio=width / base_width,
-        depth_ratio=text_config.num_hidden_layers / base_layers,
-        attention_factor=math.sqrt(base_head_dim / head_dim),
-        has_depth_scaled_init=model_type == "gpt2",
-    )

@@ -82,8 +82,16 @@ class LossSpikes(LoopExtension):
             spike_steps: The steps with a spike, counted from 0, in order.
             loader: The samples of the steps.
         """
-        first_step = spike_steps[0]
-        message = self._describe_spikes(spike_steps, loader)
+        first_step, last_step = spike_steps[0], spike_steps[-1]
+        first_sample, end_sample = loader.sample_range(first_step, last_step + 1)
+        command = inspect_command(self._folder, first_step + 1)
+        message = (
+            f"The loss of step {first_step + 1} spiked (--on_loss_spike {self._action}): "
+            f"look at its text with {command}, and continue from "
+            f"the last checkpoint with --resume_from_checkpoint and --skip_samples "
+            f"{first_sample}:{end_sample}, a lower --learning_rate, or --on_loss_spike warn. "
+            "Earlier checkpoints are untouched."
+        )
         if self._action == "stop":
             raise DivergedError(message)
         if self.num_rewinds >= self._max_rewinds:
@@ -96,24 +104,6 @@ class LossSpikes(LoopExtension):
             first=first_step - self._margin_steps,
             reason=f"the spike at step {first_step + 1} (time {self.num_rewinds} of "
             f"--max_rewinds {self._max_rewinds})",
-        )
-
-    def _describe_spikes(self, spike_steps: list[int], loader: TrainLoader) -> str:
-        """Return the sentences on spikes that end a run, with the ways to continue.
-
-        Args:
-            spike_steps: The steps with a spike, counted from 0, in order.
-            loader: The samples of the steps.
-        """
-        first_step, last_step = spike_steps[0], spike_steps[-1]
-        first_sample, end_sample = loader.sample_range(first_step, last_step + 1)
-        command = inspect_command(self._folder, first_step + 1)
-        return (
-            f"The loss of step {first_step + 1} spiked (--on_loss_spike {self._action}): "
-            f"look at its text with {command}, and continue from "
-            f"the last checkpoint with --resume_from_checkpoint and --skip_samples "
-            f"{first_sample}:{end_sample}, a lower --learning_rate, or --on_loss_spike warn. "
-            "Earlier checkpoints are untouched."
         )
 
     def _log_spike(self, step: int, loss: float, spike: Spike, loader: TrainLoader) -> None:
