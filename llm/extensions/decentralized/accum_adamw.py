@@ -81,12 +81,7 @@ class AccumAdamW(torch.optim.Optimizer):
                 self._step_parameters(params, group)
 
     def _step_parameters(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of one device and dtype, and their state.
-
-        Args:
-            params: The parameters; all have gradients.
-            group: Their parameter group.
-        """
+        """Update parameters of one device and dtype, which all have gradients, and their state."""
         step_tensors, first_moments, second_moments, grad_means = (
             [self.state[p][key] for p in params]
             for key in ("step", "exp_avg", "exp_avg_sq", "grad_mean")

@@ -95,9 +95,6 @@ class GossipAverager:
         """Make the process groups of pairs, larger groups and replicas; every rank must call it.
 
         They are separate from the gradients' groups, so that messages do not wait for each other.
-
-        Args:
-            num_replicas: Number of replicas.
         """
         ranks_per_replica = self._ranks_per_replica
         self._pair_group = dist.new_group()

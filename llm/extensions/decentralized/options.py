@@ -187,12 +187,7 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         )
 
     def _make_averaging(self, num_replicas: int, *, replicas_per_node: int) -> "Gossip | DiLoCo":
-        """Return how replicas are averaged.
-
-        Args:
-            num_replicas: Number of replicas.
-            replicas_per_node: Number of consecutive replicas on each node.
-        """
+        """Return how replicas are averaged."""
         from llm.extensions.decentralized.modes import DiLoCo, Gossip
 
         options = self.options

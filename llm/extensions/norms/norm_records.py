@@ -166,10 +166,6 @@ def _gather_groups(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 def _count_copies(names: Sequence[str], strategy: AcceleratedStrategy) -> tuple[list[int], bool]:
     """Count the ranks with the same shard of each parameter; every rank must call it.
 
-    Args:
-        names: Names of the parameters of `strategy`.
-        strategy: The model.
-
     Returns:
         The number of ranks for each parameter, and whether every rank has all parameters whole.
     """

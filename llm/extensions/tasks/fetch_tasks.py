@@ -74,15 +74,7 @@ def _download_member(
     task_files: Mapping[str, str],
     fetch_dataset: FetchDataset,
 ) -> dict[str, Any]:
-    """Download the data of a task of a set; return its settings, with the paths of local files.
-
-    Args:
-        subject: The task in a message.
-        entry: The settings of the task in the set.
-        set_path: The file of the set.
-        task_files: Paths of tasks by their names in lm-eval.
-        fetch_dataset: Downloads a data set.
-    """
+    """Download the data of a task of a set; return its settings, with the paths of local files."""
     file = set_path.parent / entry.get("include", task_files.get(entry.get("task", ""), ""))
     local_data = _download_data(subject, read_settings(file) | entry, fetch_dataset)
     return entry | {"include": str(file), **local_data}

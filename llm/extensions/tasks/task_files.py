@@ -75,7 +75,13 @@ def _find_named_task(name: str, subject: str) -> Path:
         ) from error
     task_entry = task_index.get(name)
     if task_entry is None:
-        raise _make_unknown_task_error(name, subject, [*task_index, *set_names()])
+        close_names = difflib.get_close_matches(name, [*task_index, *set_names()], n=3)
+        raise ConfigError(
+            f"--eval_tasks {subject} is neither a YAML file, nor a set ({', '.join(set_names())}), "
+            "nor a task that comes with lm-eval; "
+            + (f"did you mean {' or '.join(close_names)}? " if close_names else "")
+            + "`lm_eval ls tasks` lists the tasks."
+        )
     settings = task_entry.cfg or {}
     if task_entry.yaml_path is None or "group" in settings:
         members = settings.get("task") or sorted(task_entry.tags)
@@ -85,23 +91,6 @@ def _find_named_task(name: str, subject: str) -> Path:
             f"{' '.join(names)}."
         )
     return Path(task_entry.yaml_path)
-
-
-def _make_unknown_task_error(name: str, subject: str, known_names: Sequence[str]) -> ConfigError:
-    """Return the error for a name of no task, with similar names.
-
-    Args:
-        name: The name.
-        subject: The task in the message, after the option.
-        known_names: Names of tasks and sets.
-    """
-    close_names = difflib.get_close_matches(name, known_names, n=3)
-    return ConfigError(
-        f"--eval_tasks {subject} is neither a YAML file, nor a set ({', '.join(set_names())}), "
-        "nor a task that comes with lm-eval; "
-        + (f"did you mean {' or '.join(close_names)}? " if close_names else "")
-        + "`lm_eval ls tasks` lists the tasks."
-    )
 
 
 @functools.cache  # it reads thousands of files

@@ -18,7 +18,6 @@ from llm.runtime.logging import counted
 _DATA_KEYS = {"include", "dataset_path", "dataset_name", "dataset_kwargs"}
 """Keys of a member that a copy of a set may change, because its data are elsewhere."""
 
-
 _MAX_SUFFIX_LENGTH = 60
 """Longer lists of tasks are replaced by a digest, because results also name files."""
 
@@ -181,14 +180,7 @@ def read_set(path: Path, task_files: Mapping[str, str]) -> TaskSet:
 def _make_member(
     name: str, entry: Mapping[str, Any], set_path: Path, task_files: Mapping[str, str]
 ) -> Member:
-    """Return a task of a set.
-
-    Args:
-        name: Its name in the set.
-        entry: Its settings in the set, without faults.
-        set_path: The file of the set.
-        task_files: Paths of tasks by their names in lm-eval.
-    """
+    """Return a task of a set, from its settings in the set, which have no faults."""
     changes = {key: entry[key] for key in entry.keys() - {"task", "metric", "chance"}}
     file = set_path.parent / entry["include"] if "include" in entry else task_files[entry["task"]]
     return Member(
@@ -247,14 +239,7 @@ def _check_entries(
     entries: Mapping[str, Any],
     original_entries: Mapping[str, Any],
 ) -> None:
-    """Refuse a set without tasks, and one with other tasks than this package's set of that name.
-
-    Args:
-        path: The file of the set.
-        set_name: Its name.
-        entries: The settings of its tasks by name.
-        original_entries: The settings of the tasks of this package's set.
-    """
+    """Refuse a set without tasks, and one with other tasks than this package's set of that name."""
     changed_names = [
         name
         for name, entry in entries.items()

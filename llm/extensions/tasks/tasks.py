@@ -90,13 +90,7 @@ class Tasks:
         self._check_set_names()
 
     def _add_tasks(self, name: str, task_files: Mapping[str, str], layout: ParallelDims) -> None:
-        """Load the tasks of a file or a set, check them, and add them to the others.
-
-        Args:
-            name: The value of `--eval_tasks`.
-            task_files: Paths of task files by name.
-            layout: How the ranks divide the model.
-        """
+        """Load the tasks of a file or a set, check them, and add them to the others."""
         path = Path(task_files[name])
         task_set = read_set(path, task_files) if "set" in read_settings(path) else None
         loaded = _load_tasks(name, path) if task_set is None else _load_set(name, task_set)
@@ -294,15 +288,7 @@ def _describe_load_error(
     settings: Mapping[str, Any],
     fetched_as: str | None,
 ) -> str:
-    """Return a sentence on a task that lm-eval cannot load, with a remedy.
-
-    Args:
-        error: What lm-eval has raised.
-        name: The value of `--eval_tasks`.
-        subject: The task in the sentence.
-        settings: The settings of the task.
-        fetched_as: Name of the file that `llm-trainers fetch` writes.
-    """
+    """Return a sentence on a task that lm-eval cannot load, with a remedy; for `_load_tasks`."""
     reason = one_line(error)
     if isinstance(error, AttributeError | KeyError | TypeError):  # about lm-eval's variables
         reason = "a key that it needs is missing, or has a value of the wrong kind"
