@@ -95,10 +95,7 @@ class ValidationSource:
 
 
 def make_evaluator(
-    run: Run,
-    strategy: AcceleratedStrategy,
-    *,
-    on_batch: Callable[[], None] | None = None,
+    run: Run, strategy: AcceleratedStrategy, *, on_batch: Callable[[], None] | None = None
 ) -> Callable[[], dict[str, float]] | None:
     """Return a function that evaluates on all ranks, or None without validation data."""
     corpus_sources = run.corpus.validation

@@ -121,10 +121,7 @@ def _find_extension_problem(extension: Any) -> str | None:
     bases = vars(extension).get("__orig_bases__", ()) if isinstance(extension, type) else ()
     if not any(typing.get_origin(base) is Extension for base in bases):
         return "is not a class with the base Extension[OPTIONS]"
-    classes = list_option_classes([extension])
-    if not classes:
-        return "declares no options, so that no run could ask for it"
-    [options_class] = classes
+    [options_class] = list_option_classes([extension]) or [CoreConfig]
     if not (isinstance(options_class, type) and issubclass(options_class, CoreConfig)):
         return "has a class of options without the base CoreConfig"
     local_fields = _local_fields(options_class)

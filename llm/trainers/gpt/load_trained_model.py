@@ -129,7 +129,7 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
 
     Args:
         folder: The run's `checkpoints` folder.
-        step: A number, `latest` or `best_path`.
+        step: A number, `latest` or `best`.
         option: The option that names the step, for messages.
 
     Raises:
@@ -143,21 +143,13 @@ def choose_checkpoint(folder: Path, step: str, *, option: str) -> Checkpoint:
         if best_path is None:
             raise CheckpointError(f"{folder / BEST_LINK} cannot be followed: {remark}.")
         return read_verified_checkpoint(best_path)
-    matching_paths = [
-        path for path in list_checkpoint_folders(folder) if str(checkpoint_step(path)) == step
-    ]
-    if not matching_paths:
+    path_by_step = {str(checkpoint_step(path)): path for path in list_checkpoint_folders(folder)}
+    if step not in path_by_step:
+        names = [*path_by_step, "latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
         raise ConfigError(
-            f"{option} {step} names no checkpoint of {folder}; there are "
-            f"{', '.join(_list_step_names(folder))}."
+            f"{option} {step} names no checkpoint of {folder}; there are {', '.join(names)}."
         )
-    return read_verified_checkpoint(matching_paths[-1])
-
-
-def _list_step_names(folder: Path) -> list[str]:
-    """Return the names by which `choose_checkpoint` knows the checkpoints of a run."""
-    steps = [str(checkpoint_step(path)) for path in list_checkpoint_folders(folder)]
-    return [*steps, "latest", *(["best"] if (folder / BEST_LINK).exists() else [])]
+    return read_verified_checkpoint(path_by_step[step])
 
 
 def _read_newest_checkpoint(folder: Path) -> Checkpoint:

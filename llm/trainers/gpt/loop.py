@@ -26,9 +26,6 @@ from llm.trainers.gpt.idle_weights import log_idle_weights
 from llm.trainers.gpt.seams import ExtraWeights, LoopExtension, Periodic, evaluate_weights
 from llm.trainers.gpt.training_run import TrainingRun, make_checkpoint_metadata
 
-_DEFAULT_EVAL_INTERVAL = Duration("1 epoch")
-"""The interval of evaluations by default."""
-
 logger = logging.getLogger("llm")
 
 
@@ -107,7 +104,7 @@ class Trainer:
         self.save_timer = SaveTimer(save_minutes if strategy.rank == 0 else None)
         self.is_stoppable = self.is_stopped = self.is_save_overdue = False
         self.last_saved_step: int | None = None
-        self.eval_interval = run.config.eval_interval or _DEFAULT_EVAL_INTERVAL
+        self.eval_interval = run.config.eval_interval or Duration("1 epoch")
         self.results: dict[str, float] = {}
         self.train_loss: float | None = None
         self.last_eval_step, self.last_eval_seconds = 0, 0.0
@@ -209,13 +206,7 @@ class Trainer:
         # reading them here would wait for the whole step.
         grad_norm, skipped = strategy.optimizer_step(self.config.max_grad_norm)
         self.state.advance(samples=batch.num_samples, tokens=batch.num_tokens)
-        self.meter.add(
-            step,
-            sums,
-            batch.num_tokens,
-            grad_norm=grad_norm,
-            skipped=skipped,
-        )
+        self.meter.add(step, sums, batch.num_tokens, grad_norm=grad_norm, skipped=skipped)
         self.reporter.advance_bar(self.state.step)
 
     def after_step(self) -> Literal["training", "preempted"]:
@@ -439,13 +430,10 @@ class Trainer:
 
     def find_due_periodic_work(self) -> list[Periodic]:
         """Return the work of extensions that is due after this step."""
-        periodic_work = [
-            extension.periodic for extension in self.extensions if extension.periodic is not None
-        ]
         return [
             work
-            for work in periodic_work
-            if self.is_due(work.interval_steps, includes_last_step=True)
+            for work in (extension.periodic for extension in self.extensions)
+            if work is not None and self.is_due(work.interval_steps, includes_last_step=True)
         ]
 
     def run_periodic(self, periodic: Periodic) -> None:

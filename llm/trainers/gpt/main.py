@@ -153,10 +153,7 @@ def _use_launcher_precision(config: "GPTConfig") -> "GPTConfig":
 def _log_error_once(error: Exception, sentence: str, world: World) -> None:
     """Log an error on rank 0 or on the only rank that raised it, before a launcher kills the ranks.
 
-    Args:
-        error: The error.
-        sentence: Its message for the log.
-        world: Rank and world size of this process.
+    The sentence is its message for the log.
     """
     # An error that is not of this package is found by the rank with the file.
     found_here = getattr(error, "found_here", not is_shared(error))

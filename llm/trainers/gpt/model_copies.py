@@ -194,12 +194,6 @@ def _check_same_tokenizer(
 ) -> None:
     """Refuse a tokenizer that gives other ids than a checkpoint's copy, or log an allowed change.
 
-    Args:
-        config: The options.
-        start: The checkpoint that the run starts from.
-        tokenizer: The tokenizer.
-        option_name: The option that names it.
-
     Raises:
         CheckpointError: It gives other ids, and `change_on_resume` does not allow this.
     """

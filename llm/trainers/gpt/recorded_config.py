@@ -102,10 +102,7 @@ def _warn_of_omitted_options(parent_run: Path, omitted_names: Sequence[str]) -> 
 
 
 def _find_parent_run(branch_from: str) -> Path:
-    """Return the folder of the run in `branch_from`.
-
-    Args:
-        branch_from: RUN, RUN/STEP or RUN/checkpoints/step_STEP.
+    """Return the folder of the run in RUN, RUN/STEP or RUN/checkpoints/step_STEP.
 
     Raises:
         ConfigError: None of these folders is a run.

@@ -118,10 +118,7 @@ def can_extend_training(config: CoreConfig, checkpoint: Checkpoint) -> bool:
 def _is_before_decay(step: int, duration: Duration, decay_text: str | None) -> bool:
     """Return whether a step is before the decay of `warmup_stable_decay`; False if unknown.
 
-    Args:
-        step: The step.
-        duration: Length of the run.
-        decay_text: Length of the decay; None for the default, a tenth of the run.
+    Without a length, the decay is a tenth of the run.
     """
     default_text = f"{max(1, int(duration.value) // 10)} steps"
     decay = Duration(decay_text or default_text)

@@ -290,13 +290,7 @@ def _log_stages(run: TrainingRun) -> None:
 
 
 def _log_samples_per_source(run: TrainingRun, num_samples: int, verb: str) -> None:
-    """Log how many of the first `num_samples` samples come from each source of a blend.
-
-    Args:
-        run: The run.
-        num_samples: Number of samples, from the first one on.
-        verb: What a source does with them: `served`, or `will serve`.
-    """
+    """Log how many of the first `num_samples` samples each source of a blend has served."""
     if len(run.corpus.train) == 1 or not num_samples:
         return
     counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)

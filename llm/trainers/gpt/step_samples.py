@@ -198,12 +198,7 @@ def _choose_positions(batch_plan: BatchPlan, step: int, rank: int | None) -> NDA
 
 
 def _read_recorded_order(folder: RunFolder, step: int, config: CoreConfig) -> dict[str, Any]:
-    """Return the sample order logged by the last start that trained the step.
-
-    Args:
-        folder: The run's folder.
-        step: Number of the step, counted from 1.
-        config: The run's configuration.
+    """Return the sample order logged by the last start that trained the step, counted from 1.
 
     Raises:
         DataError: No start before the step is recorded, or the record of a start is damaged.
@@ -315,12 +310,6 @@ def _split_at_documents(
     stream: TokenStream, file: TokenFile | TokenFileParts, start: int, end: int
 ) -> Iterator[Passage]:
     """Yield the passages in a range of a stream, which does not wrap around.
-
-    Args:
-        stream: The stream.
-        file: Its token file, which has documents.
-        start: Position of the first token in the stream.
-        end: Position after the last token.
 
     Raises:
         DataError: The index is damaged.

@@ -282,13 +282,7 @@ def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
 
 
 def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: RestartError) -> None:
-    """Load a checkpoint, and skip samples from there on.
-
-    Args:
-        trainer: The trainer, reset on every rank.
-        checkpoint: The checkpoint to continue from.
-        request: The request: first step to skip, and the reason.
-    """
+    """Continue from a checkpoint, without the samples that the request asks to skip."""
     first_sample, end_sample = trainer.loader.sample_range(
         max(checkpoint.step, request.first), trainer.state.step
     )

@@ -159,12 +159,6 @@ def _plan_with_cooldown(
 ) -> tuple[BatchPlan, Schedule]:
     """Return batch plan and schedule of a run; a cooldown, if there is one, replaces its end.
 
-    Args:
-        config: The options.
-        branch: The parent of a branch, or None.
-        batch_plan: The plan without a cooldown.
-        block_size: Tokens of a sample.
-
     Raises:
         ConfigError: The parent's learning rate is not stable at this step, or the cooldown is
             shorter than a step.
@@ -299,10 +293,6 @@ def plan_training(
 
 def _evaluate_schedule(schedule: Schedule, step: int) -> float:
     """Return the learning rate of a schedule that extensions have changed.
-
-    Args:
-        schedule: The schedule.
-        step: Steps done.
 
     Raises:
         ConfigError: It is negative or not finite.
