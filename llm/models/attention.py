@@ -207,10 +207,8 @@ def _keeps_attention_apart(document_logits: _DocumentLogits) -> bool:
 def _uses_positions(document_logits: _DocumentLogits, *, with_attention: bool) -> bool:
     """Return whether the model uses the position ids.
 
-    Args:
-        document_logits: Computes the logits of the last one of several documents.
-        with_attention: Whether attention stays within each document as well. Then document C must
-            have the same logits after document A as alone.
+    If attention stays within each document as well, document C must have the same logits after
+    document A as alone.
     """
     try:
         changes_logits = not torch.equal(

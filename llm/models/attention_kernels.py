@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel
 
+from llm.models.sizes import head_width
+
 _KERNEL_NAMES = {
     SDPBackend.MATH: "separate operations",
     SDPBackend.FLASH_ATTENTION: "FlashAttention",
@@ -77,21 +79,14 @@ def _choose_kernel(
     """Return the kernel that PyTorch chooses for a causal layer.
 
     PyTorch only looks at shapes, dtype and device, so queries and keys have no values.
-
-    Args:
-        config: The text configuration of a model.
-        device: The device of this process.
-        dtype: The dtype of queries, keys, and values.
-        block_size: Tokens of a sample.
     """
     num_heads = config.num_attention_heads
     num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_tokens = min(block_size, _MAX_TOKENS)
+    shape = min(block_size, _MAX_TOKENS), head_width(config)
     query: Tensor
     key: Tensor
     query, key = (
-        torch.empty(1, heads, num_tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
+        torch.empty(1, heads, *shape, device=device, dtype=dtype, requires_grad=True)
         for heads in (num_heads, num_key_heads)
     )
     choice = torch._fused_sdp_choice(

@@ -175,11 +175,9 @@ def _fit_vocabulary(text_config: PreTrainedConfig, vocab_size: int) -> None:
         text_config.vocab_size = vocab_size
     elif vocab_size < _MIN_USED_FRACTION * text_config.vocab_size:
         logger.info(
-            "The tokenizer has %d tokens and the embedding %d rows; most will never be used. "
-            "--config_overrides vocab_size=%d makes the model smaller.",
-            vocab_size,
-            text_config.vocab_size,
-            vocab_size,
+            f"The tokenizer has {vocab_size} tokens and the embedding {text_config.vocab_size} "
+            f"rows; most will never be used. --config_overrides vocab_size={vocab_size} makes the "
+            "model smaller."
         )
     head_size = getattr(text_config, "unpadded_vocab_size", None)  # of Inkling
     if head_size is not None and not vocab_size <= head_size <= text_config.vocab_size:
@@ -262,10 +260,8 @@ def _num_embedding_rows(model: PreTrainedModel) -> int:
 
 def _log_enlarged_embedding(num_rows: int, num_tokens: int) -> None:
     logger.info(
-        "The tokenizer has %d tokens and the embedding %d rows: enlarged to %d.",
-        num_tokens,
-        num_rows,
-        num_tokens,
+        f"The tokenizer has {num_tokens} tokens and the embedding {num_rows} rows: enlarged to "
+        f"{num_tokens}."
     )
 
 
@@ -277,7 +273,7 @@ def _resize_vocabulary(model: PreTrainedModel, num_rows: int, *, seed: int) -> N
 def _pad_vocabulary(model: PreTrainedModel, multiple: int, *, seed: int) -> None:
     """Pad the embedding and the output head with rows of zeros, to a multiple of a number."""
     num_rows = _num_embedding_rows(model)
-    num_padded_rows = -(-num_rows // multiple) * multiple
+    num_padded_rows = num_rows + -num_rows % multiple
     if num_padded_rows == num_rows:
         return
     _resize_vocabulary(model, num_padded_rows, seed=seed)
@@ -305,7 +301,6 @@ def _freeze_biases_at_zero(model: PreTrainedModel) -> None:
         bias.requires_grad_(False)
         bias.zero_()
     logger.info(
-        "%d biases are held at zero (--no_bias); %s of them were not zero.",
-        len(frozen_biases),
-        num_nonzero,
+        f"{len(frozen_biases)} biases are held at zero (--no_bias); {num_nonzero} of them were not "
+        "zero."
     )

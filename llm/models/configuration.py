@@ -58,10 +58,9 @@ def load_config(options: ModelOptions) -> PreTrainedConfig:
             model, an override has an unknown field or a wrong type, or a size is impossible.
     """
     name = options.config_name or options.model_name_or_path
-    has_shape_options = bool(shape_options(options))
     config, explicit_fields = _load_base_config(options, name)
     # The constructor of the new object derives other fields from the changed ones.
-    if has_shape_options:
+    if shape_options(options):
         explicit_fields = {**explicit_fields, **shape_changes(options, config.to_dict())}
         config = type(config).from_dict(explicit_fields)
     if options.config_overrides:
@@ -84,10 +83,6 @@ def _load_base_config(
     """Return a configuration before the options change it, and the fields that it was made from.
 
     Without changes, the fields are empty: to read them opens `config.json` again.
-
-    Args:
-        options: The model's type or size, and whether they change it.
-        name: A Hub name, a folder or a file; None if the options name no configuration.
 
     Raises:
         ConfigError: No model is named, or the name or the type cannot be used.
@@ -114,12 +109,7 @@ def _load_base_config(
 
 
 def _check_no_hub_kernel(config: PreTrainedConfig, name: str | None) -> None:
-    """Refuse a configuration with an attention kernel that transformers loads from the Hub.
-
-    Args:
-        config: The configuration.
-        name: The Hub name, folder or file that it comes from.
-    """
+    """Refuse a configuration with an attention kernel that transformers loads from the Hub."""
     kernel = next(filter(is_hub_kernel, _attention_kernels(config)), None)
     if kernel is not None:
         raise ConfigError(

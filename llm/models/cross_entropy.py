@@ -253,13 +253,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_logits is not None:
                     # A kernel has zeroed the gradient of logits without a label.
                     mask_labels = None if has_kernel else labels[token_slice]
-                    gradients.add(
-                        token_slice,
-                        chunk_hidden,
-                        grad_logits,
-                        mask_labels,
-                        head_weight,
-                    )
+                    gradients.add(token_slice, chunk_hidden, grad_logits, mask_labels, head_weight)
         if shard is not None:
             # Each rank has the losses of labels in its rows, and the gradient through its rows.
             dist.all_reduce(token_losses, group=shard.group)
@@ -412,13 +406,8 @@ def _add_weight_gradient(
     if weight_gradient.dtype == grad_logits.dtype:
         weight_gradient.addmm_(grad_logits.t(), chunk_hidden)
     elif weight_gradient.device.type == "cuda":
-        torch.addmm(
-            weight_gradient,
-            grad_logits.t(),
-            chunk_hidden,
-            out_dtype=torch.float32,
-            out=weight_gradient,
-        )
+        operands = weight_gradient, grad_logits.t(), chunk_hidden
+        torch.addmm(*operands, out_dtype=torch.float32, out=weight_gradient)
     elif grad_logits.dtype == torch.float16:
         weight_gradient.addmm_(grad_logits.t().float(), chunk_hidden.float())
     else:

@@ -62,17 +62,15 @@ def fuse_norms(model: nn.Module) -> list[nn.Module]:
         norm_class: Any = type(module)
         if norm_class is nn.LayerNorm and len(module.normalized_shape) == 1:
             module.__class__ = FusedLayerNorm
-        elif norm_class.__name__ in RMS_NORMS and _is_from_transformers(norm_class):
+        elif (
+            norm_class.__name__ in RMS_NORMS
+            and norm_class.__module__.startswith("transformers.models.")  # not code from the Hub
+        ):
             module.__class__ = _make_fused_class(norm_class)
         else:
             continue
         norms.append(module)
     return norms
-
-
-def _is_from_transformers(module_class: type[nn.Module]) -> bool:
-    """Return whether a class is the library's, not of a model's code from the Hub."""
-    return module_class.__module__.startswith("transformers.models.")
 
 
 def fuse_gelu_backward(model: nn.Module) -> None:
@@ -280,11 +278,7 @@ def _has_shape_of(term: Any, value: Node) -> bool:
 
 
 def _fuse_sum_into_writer(row_sum: Node) -> None:
-    """Let the kernel of `backward_kernels` that writes a matrix also sum its rows.
-
-    Args:
-        row_sum: The node of a sum over the rows of a matrix.
-    """
+    """Let the kernel of `backward_kernels` that writes a matrix also sum its rows."""
     matrix = row_sum.args[0]
     if not isinstance(matrix, Node) or row_sum.args[1] != [0] or len(_shape(matrix)) != 2:
         return

@@ -156,11 +156,6 @@ def _copy_constructor_values(model: PreTrainedModel, tensor_names: set[str], *, 
     """Copy the values that only a model's constructor sets, from a second model on the host.
 
     Its random numbers depend on the seed alone, not on the parameters' names.
-
-    Args:
-        model: A model with memory; changed in place.
-        tensor_names: Names of the parameters and buffers to copy.
-        seed: The run's seed.
     """
     host = torch.device("cpu")
     with keyed_generator(seed, "constructor", host), host:

@@ -335,13 +335,10 @@ class HeadLoss(nn.Module):
         if torch.is_autocast_enabled("cpu") or is_compiling or is_sharded:
             return None
         shape = (min(chunk_rows, len(hidden)), len(weight))
-        if (
-            self._buffer is None
-            or self._buffer.shape != shape
-            or self._buffer.dtype != hidden.dtype
-        ):
-            self._buffer = torch.empty(shape, dtype=hidden.dtype)
-        return self._buffer
+        buffer = self._buffer
+        if buffer is None or buffer.shape != shape or buffer.dtype != hidden.dtype:
+            buffer = self._buffer = torch.empty(shape, dtype=hidden.dtype)
+        return buffer
 
 
 def _predict_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

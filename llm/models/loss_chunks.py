@@ -134,11 +134,7 @@ def _estimate_loss_cost(
 ) -> float:
     """Return the cost of a micro-batch's loss, in waves of the multiprocessors.
 
-    Args:
-        num_tiles: Tokens of the micro-batch, in tiles of 128.
-        chunk_tiles: Tokens per chunk, in tiles of 128.
-        width: Width of the hidden states.
-        num_multiprocessors: Multiprocessors of the device.
+    The tokens of the micro-batch and of a chunk are counted in tiles of 128.
     """
     num_full_chunks, last_chunk_tiles = divmod(num_tiles, chunk_tiles)
     num_chunks = num_full_chunks + (last_chunk_tiles > 0)

@@ -123,11 +123,7 @@ def _collect_eval_results(card: Card) -> "list[EvalResult]":
 
 
 def _make_dataset_results(
-    value_by_metric: Mapping[str, float],
-    *,
-    dataset_type: str,
-    dataset_name: str,
-    split: str | None,
+    value_by_metric: Mapping[str, float], *, dataset_type: str, dataset_name: str, split: str | None
 ) -> "list[EvalResult]":
     """Return the finite results on one data set; the Hub refuses infinite values and NaN."""
     from huggingface_hub import EvalResult  # slow to import

@@ -302,12 +302,7 @@ def fit_shape(size: str, fields: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _rate_misfit(shape: tuple[int, int, int], error: float) -> float:
-    """Return how far a shape is from the size and from sqrt(width) / 2 layers; 0 is best.
-
-    Args:
-        shape: Layers, width and heads.
-        error: Relative error of its number of parameters.
-    """
+    """Return how far a shape is from the size and from sqrt(width) / 2 layers; 0 is best."""
     num_layers, width, _ = shape
     return 20 * error + abs(math.log(num_layers / (math.sqrt(width) / 2)))
 

@@ -60,15 +60,9 @@ def find_weight_files(model: PreTrainedModel, weights_from: str) -> list[WeightF
 def _match_weights(
     model: PreTrainedModel, shape_by_key: dict[str, list[int]], *, excluded_names: set[str]
 ) -> dict[str, str] | None:
-    """Return the keys of a file by name of the weight in the model.
+    """Return the keys of a file by name of the weight in the model; None if a shape differs.
 
-    Args:
-        model: On any device.
-        shape_by_key: Shapes of the tensors in the file.
-        excluded_names: Weights that other files store already.
-
-    Returns:
-        None if a tensor has another shape than the weight.
+    Weights that other files store already are excluded.
     """
     model_tensors = model.state_dict()
     key_by_name: dict[str, str] = {}
@@ -102,11 +96,7 @@ def _fits_shape(model_shape: Any, file_shape: list[int], model: PreTrainedModel)
 
 
 def _find_safetensors(weights_from: str) -> list[str]:
-    """Return the paths of safetensors files, none if there are none; downloads them from the Hub.
-
-    Args:
-        weights_from: A Hub name or a folder.
-    """
+    """Return the paths of safetensors files, if there are any; downloads them from the Hub."""
     cached_paths: dict[str, Any] = {
         name: cached_file(weights_from, name, _raise_exceptions_for_missing_entries=False)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
