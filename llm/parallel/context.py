@@ -11,7 +11,6 @@ of a model interact in that function only, which `check_context_parallel` tests 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -274,7 +273,13 @@ def _are_shards_exact(
         positions: Their positions in a sample, [tokens].
         shards: Indices of each rank's tokens in the sequence, [ranks, tokens of a rank].
     """
-    compute_logits = partial(_compute_logits, model, input_ids, positions)
+
+    def compute_logits(token_indices: Tensor) -> Tensor:
+        """Return the logits of some tokens, [rows, tokens] to [rows, tokens, vocabulary]."""
+        row_ids, row_positions = input_ids[token_indices], positions[token_indices]
+        logits: Tensor = run_model(model, row_ids, row_positions, None).logits
+        return logits.float()
+
     sequence = torch.arange(len(input_ids), device=input_ids.device)
     # Before the whole sequence: some rotary embeddings remember the longest they have seen.
     last_shard_logits = compute_logits(shards[-1:])
@@ -288,23 +293,6 @@ def _are_shards_exact(
     )
     effect_of_other_shards = max_difference(shard_logits, full_logits)
     return max_error <= _MAX_RELATIVE_ERROR * effect_of_other_shards
-
-
-def _compute_logits(
-    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, token_indices: Tensor
-) -> Tensor:
-    """Return the logits of some tokens in float32, [rows, tokens, vocabulary].
-
-    Args:
-        model: A causal language model.
-        input_ids: All tokens.
-        positions: Their positions.
-        token_indices: Indices of the tokens of each row, [rows, tokens].
-    """
-    logits: Tensor = run_model(
-        model, input_ids[token_indices], positions[token_indices], None
-    ).logits
-    return logits.float()
 
 
 def _simulate_ranks(model: PreTrainedModel, shards: Tensor) -> None:

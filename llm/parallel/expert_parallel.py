@@ -79,12 +79,7 @@ def check_expert_parallel(model: PreTrainedModel, dims: ParallelDims) -> None:
 
 
 def _missing_experts_error(model: PreTrainedModel, option: str) -> ConfigError:
-    """Return the error for a model without experts that can be divided.
-
-    Args:
-        model: The model.
-        option: The option with its value.
-    """
+    """Return the error for a model without experts that can be divided."""
     model_type, settings = model.config.model_type, model.config.get_text_config().to_dict()
     has_experts = any("experts" in name and value for name, value in settings.items())
     if has_experts or find_routed_experts(model):

@@ -218,11 +218,7 @@ class ShardedStrategy(AcceleratedStrategy):
             head.register_forward_pre_hook(_keep_float32_gradients)
 
     def _allocate_weights(self, roots: Sequence[nn.Module | FSDPModule]) -> None:
-        """Allocate and initialize a model on the meta device.
-
-        Args:
-            roots: The outermost modules with shards on this rank.
-        """
+        """Allocate and initialize a meta model by `roots`, the outermost modules with shards."""
         if self._init_weights is None:
             return
         self._init_weights(self.model)
@@ -274,11 +270,9 @@ class ShardedStrategy(AcceleratedStrategy):
 
     def _weight_casts(self, micro_batches: int) -> contextlib.AbstractContextManager[None]:
         """Keep no copies, because gathered weights are freed after each block."""
-        return (
-            precomputed_float8_scales(self.model)
-            if self._gathers_in_fp8
-            else contextlib.nullcontext()
-        )
+        if self._gathers_in_fp8:
+            return precomputed_float8_scales(self.model)
+        return contextlib.nullcontext()
 
     def _configure_gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """All-reduce over replicas in the last micro-batch only.
@@ -495,12 +489,7 @@ def wrap_as_dtensor(local_moment: Tensor, *, like: Tensor) -> Tensor:
         )
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local_moment,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
+        local_moment, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
 
 

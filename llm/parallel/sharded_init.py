@@ -11,7 +11,6 @@ Each rank reads its shards of pretrained weights from safetensors, one file at a
 import copy
 import logging
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from llm.models.build import find_biases
 from llm.models.init import KeyedDraws, materialize, writes_in_place
@@ -64,7 +63,11 @@ def fill_model(
         files: All files of the pretrained weights; empty to initialize the model.
         transforms: Changes to the initial weights, in their order.
     """
-    make_meta_model = partial(_make_meta_model, type(model), model.config)
+
+    def make_meta_model() -> PreTrainedModel:
+        with _META:
+            return type(model)(copy.deepcopy(model.config))
+
     loaded_names = {name for file in files for name in file.key_by_name}
     init_shards(model, make_meta_model, seed=seed, device=device, loaded_names=loaded_names)
     _load_shards(model, files)
@@ -74,14 +77,6 @@ def fill_model(
         with torch.no_grad():
             for bias in find_biases(model):
                 bias.zero_()
-
-
-def _make_meta_model(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig
-) -> PreTrainedModel:
-    """Return a whole model on the meta device; the configuration is copied."""
-    with torch.device("meta"):
-        return model_class(copy.deepcopy(config))
 
 
 def _load_shards(model: PreTrainedModel, files: Sequence[WeightFile]) -> None:
@@ -265,10 +260,7 @@ class ShardedDraws(KeyedDraws):
     def _open_view(self, name: str, meta_view: Tensor, func: Any) -> Tensor:
         """Return the part of a whole parameter that a function writes to, such as a row.
 
-        Args:
-            name: Name of the parameter.
-            meta_view: The same part of the meta model's parameter, perhaps all of it.
-            func: The function.
+        `meta_view` is the same part of the meta model's parameter, perhaps all of it.
         """
         is_whole = meta_view.numel() == self._meta_model.get_parameter_or_buffer(name).numel()
         function_name = getattr(func, "__name__", "")
@@ -281,9 +273,7 @@ class ShardedDraws(KeyedDraws):
     def _open_full_tensor(self, name: str, *, is_overwritten: bool) -> Tensor:
         """Return the whole of a parameter, with the values written to it so far.
 
-        Args:
-            name: Name of the parameter.
-            is_overwritten: Whether the next write replaces all values, so that none are needed.
+        If the next write replaces all of them, none are needed.
         """
         if self._open_tensor is not None and self._open_tensor.name == name:
             return self._open_tensor.values
@@ -296,9 +286,7 @@ class ShardedDraws(KeyedDraws):
     def _gather_or_allocate(self, name: str, *, needs_values: bool) -> Tensor:
         """Return a parameter's tensor if it is neither sharded nor padded, otherwise a full copy.
 
-        Args:
-            name: Name of the parameter.
-            needs_values: Whether the copy has the parameter's values; otherwise it is empty.
+        The copy has the parameter's values if they are needed, and is empty otherwise.
         """
         meta_tensor = self._meta_model.get_parameter_or_buffer(name)
         target = self._target_by_name[name]

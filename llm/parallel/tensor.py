@@ -285,24 +285,20 @@ class TensorParallelRNG:
 
     def begin_before(self, module: nn.Module) -> None:
         """Use rank-specific numbers from the forward pass of this module on."""
-        module.register_forward_pre_hook(
-            lambda module, *_: self._use_rank_state() if module.training else None
-        )
+        module.register_forward_pre_hook(self._use_rank_state)
 
     def begin_after(self, module: nn.Module) -> None:
         """Use rank-specific numbers after the forward pass of this module."""
-        module.register_forward_hook(
-            lambda module, *_: self._use_rank_state() if module.training else None
-        )
+        module.register_forward_hook(self._use_rank_state)
 
     def end_before(self, module: nn.Module) -> None:
         """Use the shared numbers again from the forward of this module on."""
-        module.register_forward_pre_hook(lambda *_: self._use_shared_state())
+        module.register_forward_pre_hook(self._use_shared_state)
 
-    def _use_rank_state(self) -> None:
+    def _use_rank_state(self, module: nn.Module, *_: Any) -> None:
         """Seed the generator from its shared state and the rank, and remember the shared state."""
         # A graph that torch.compile traces has no generator to change.
-        if torch.compiler.is_compiling() or self._in_rank_state():
+        if not module.training or torch.compiler.is_compiling() or self._in_rank_state():
             return
         torch.rand((), device=self._device)  # so that no two layers start from the same state
         generator = self._default_generator()
@@ -311,7 +307,7 @@ class TensorParallelRNG:
         self._seed = int.from_bytes(hashlib.sha256(seed_bytes).digest()[:8]) >> 1
         generator.manual_seed(self._seed)
 
-    def _use_shared_state(self) -> None:
+    def _use_shared_state(self, *_: Any) -> None:
         """Restore the generator's shared state, if it has a rank's."""
         if not torch.compiler.is_compiling() and self._in_rank_state():
             assert self._shared_state is not None

@@ -45,11 +45,7 @@ class DecentralizedStrategy(AcceleratedStrategy):
     _is_sharded = False
 
     def __init__(
-        self,
-        averaging: Gossip | DiLoCo,
-        accelerator: Accelerator,
-        *,
-        ranks_per_replica: int = 1,
+        self, averaging: Gossip | DiLoCo, accelerator: Accelerator, *, ranks_per_replica: int = 1
     ) -> None:
         super().__init__(accelerator)
         self._init_replicas(averaging, ranks_per_replica)

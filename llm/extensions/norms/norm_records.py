@@ -41,11 +41,7 @@ class NormRecords(LoopExtension):
     part, description = "norms", "unreported norms"
 
     def __init__(
-        self,
-        strategy: AcceleratedStrategy,
-        *,
-        interval_steps: int,
-        has_several_models: bool,
+        self, strategy: AcceleratedStrategy, *, interval_steps: int, has_several_models: bool
     ) -> None:
         self._strategy, self._interval_steps = strategy, interval_steps
         self.periodic = Periodic("norms", interval_steps, self._report)

@@ -72,8 +72,7 @@ class PipelineStrategy(ShardedStrategy):
         self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last_ranks)
         # Hidden states can exceed the range of fp16, and autocast does not keep them in fp16
         # either.
-        is_bf16 = accelerator.mixed_precision in ("bf16", "fp8")
-        self._sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
+        self._sent_dtype = torch.bfloat16 if self._gathers_in_bf16 else torch.float32
         self._sums: list[Tensor] = []
 
     def prepare(self, loss: nn.Module, make_optimizer: MakeOptimizer) -> None:

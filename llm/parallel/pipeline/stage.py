@@ -190,17 +190,14 @@ def cut_model(
     """
     model = loss.model
     layers = modules.assign_layers(num_stages)
-    stages, placeholders_by_stage = [], []
-    for stage_index in stage_indices:
-        stage, placeholders = _make_stage(loss, modules, layers[stage_index])
-        stages.append(stage)
-        placeholders_by_stage.append(placeholders)
+    local_stages = (_make_stage(loss, modules, layers[index]) for index in stage_indices)
+    stages, placeholders_by_stage = zip(*local_stages, strict=True)
     model_view = _replace_submodules(model, _choose_common_placeholders(placeholders_by_stage))
     first_parameters = _parameters_of(modules.of_stage(layers[0]))
     last_parameters = _parameters_of(modules.of_stage(layers[-1]))
     tied_parameters = first_parameters & last_parameters
     return LocalStages(
-        stages=stages,
+        stages=list(stages),
         model=model_view,
         tied=frozenset(
             name
