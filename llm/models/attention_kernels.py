@@ -33,10 +33,6 @@ def disable_faulty_cudnn_attention(device: torch.device, *, block_size: int) -> 
 
     On Hopper, cuDNN's backward pass with a mask returned NaN where the tokens of a sample, divided
     by 128, leave 64 (pytorch/pytorch#196678). It is turned off for all samples of such a length.
-
-    Args:
-        device: The device of this process.
-        block_size: Tokens of a sample.
     """
     if block_size % 128 == 64 and _is_hopper(device):
         torch.backends.cuda.enable_cudnn_sdp(False)

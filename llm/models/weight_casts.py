@@ -22,9 +22,6 @@ def cast_weights_once(device: torch.device) -> Iterator[None]:
 
     Gradients stay the same bit for bit: a cast's autograd node saves no tensors, so it can serve
     several backward passes, and each adds its gradient to the weight's in float32.
-
-    Args:
-        device: The device of the weights.
     """
     _cast_cache.copy_by_weight = {}
     try:

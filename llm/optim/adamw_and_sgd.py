@@ -82,12 +82,7 @@ def adamw_step(
 
 
 def make_optimizer(options: OptimizerOptions, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Make AdamW or SGD.
-
-    Args:
-        options: Which optimizer, and its settings.
-        model: The model to train.
-    """
+    """Make AdamW or SGD."""
     if options.optimizer == "sgd":
         return make_sgd(options, model)
     assert options.optimizer in (None, "adamw"), "an extension makes all others"

@@ -14,10 +14,6 @@ def has_weight_decay(name: str, parameter: torch.nn.Parameter) -> bool:
     A matrix is a `weight` of two or more dimensions, or a stack of matrices such as fused experts.
     Gains and biases do not count, and neither do parameters that only look like matrices: Mamba's
     state matrix `A_log`, a stack of experts' biases.
-
-    Args:
-        name: The parameter's name in the model.
-        parameter: The parameter.
     """
     if name.rpartition(".")[2] == "weight":
         return parameter.ndim >= 2

@@ -72,11 +72,7 @@ class RunOptimizer:
         return contextlib.nullcontext()
 
     def before_clip(self, *, learning_rate: float) -> None:
-        """Change the gradient of a step, which is averaged over ranks and unscaled.
-
-        Args:
-            learning_rate: Learning rate of the step.
-        """
+        """Change the gradient of a step, which is averaged over ranks and unscaled."""
 
     def localize(self, local_of: Mapping[Tensor, nn.Parameter]) -> None:
         """Use the local shards that replace the parameters in the optimizer's groups.

@@ -348,11 +348,7 @@ class AcceleratedStrategy:
             self.scaler.load_state_dict(state["scaler"])
 
     def owner_ranks(self, path: str) -> Sequence[int]:
-        """Return the ranks that hold a checkpoint's tensor; one of them writes it.
-
-        Args:
-            path: Its path in the checkpoint.
-        """
+        """Return the ranks that hold a checkpoint's tensor; one of them writes it."""
         owner = self.run_optimizer.owner_of(path)
         return range(self.world_size) if owner is None else [owner]
 

@@ -158,9 +158,6 @@ def _check_head_counts(model_type: str, text_config: PreTrainedConfig, num_ranks
 def check_sequence_parallel(config: PreTrainedConfig) -> None:
     """Refuse an architecture with a residual stream that nobody has sharded.
 
-    Args:
-        config: The model's configuration.
-
     Raises:
         ConfigError: Names the architectures to choose from.
     """

@@ -71,11 +71,7 @@ class BF16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Not supported.
-        """
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             float32_params = []
             for p, key in zip(group["params"], group["keys"], strict=True):

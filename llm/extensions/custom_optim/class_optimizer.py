@@ -114,9 +114,6 @@ class ClassOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Unless the class reads `found_inf`, the host waits for it.
-
-        Args:
-            closure: Not supported.
         """
         if self._inner_optimizer is None:
             self._make_inner_optimizer()

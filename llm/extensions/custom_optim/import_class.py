@@ -42,12 +42,7 @@ class OptimizerClass:
     version: str
 
     def make(self, groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
-        """Return an optimizer.
-
-        Args:
-            groups: Parameter groups with their weight decay.
-            learning_rate: Default of the groups.
-        """
+        """Return an optimizer."""
         return self.cls(groups, lr=learning_rate, **self.arguments)  # type: ignore[call-arg]
 
 

@@ -68,9 +68,6 @@ class AccumAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         If `found_inf` is 1, gradients are set to zero, and nothing else changes.
-
-        Args:
-            closure: Not supported.
         """
         for group in self.param_groups:
             params_by_device_and_dtype: dict[Any, list[Tensor]] = {}

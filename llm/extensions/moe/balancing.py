@@ -69,13 +69,6 @@ def make_balancing(
 ) -> Balancing:
     """Return the balancing of a kind, with its coefficients.
 
-    Args:
-        options: Coefficients and rates.
-        config: The text configuration of the model.
-        layers: The layers with experts of the whole model.
-        kind: The kind.
-        reason: Why it is this kind, if no option says it; or empty.
-
     Raises:
         ConfigError: The routers lack a bias or logits, or the configuration has no usable
             coefficient.

@@ -53,12 +53,7 @@ class Scales(Transform):
     has_depth_scaled_init: bool = False
 
     def deviation_factor(self, name: str, ndim: int) -> float:
-        """Return the factor of a parameter's initial values.
-
-        Args:
-            name: The parameter's name in the whole model.
-            ndim: Its number of dimensions.
-        """
+        """Return the factor of a parameter's initial values."""
         depth_ratio = (
             math.sqrt(self.depth_ratio) if self.has_depth_scaled_init else self.depth_ratio
         )

@@ -65,11 +65,7 @@ class StepProfiler(LoopExtension):
         self._paused = paused
 
     def before_step(self, step: int) -> None:
-        """Start the profile if it begins with the next step.
-
-        Args:
-            step: Steps done.
-        """
+        """Start the profile if it begins with the next step."""
         if step != self._start_step or self._profile is not None:  # a rewind repeats steps
             return
         if self._is_on_gpu:

@@ -93,11 +93,6 @@ def make_branch(
 ) -> Branch | None:
     """Return the record of a branch; None if the run is not a branch.
 
-    Args:
-        config: The options.
-        resume_from: The checkpoint that the run resumes from.
-        parent: The checkpoint that a new branch starts from.
-
     Raises:
         CheckpointError: The parent is in another cooldown.
     """

@@ -32,12 +32,7 @@ def resume_command(config: CoreConfig, folder: Path, world_size: int) -> str:
 
 
 def start_command(world_size: int, *arguments: str | Path) -> str:
-    """Return the command line that starts the trainer, with HOST:PORT to be filled in.
-
-    Args:
-        world_size: Number of ranks.
-        arguments: The trainer's arguments.
-    """
+    """Return the command line that starts the trainer, with HOST:PORT to be filled in."""
     if world_size == 1:
         return shell_line([*program_command("train"), *arguments])
     python = python_command()

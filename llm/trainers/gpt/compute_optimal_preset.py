@@ -106,9 +106,6 @@ def compute_optimal_values(user_options: Mapping[str, Any]) -> dict[str, Any]:
 def read_budget(user_options: Mapping[str, Any]) -> Budget:
     """Return the parameters and the tokens of a training from its options.
 
-    Args:
-        user_options: The user's options, by name.
-
     Raises:
         ConfigError: The model or its size are unknown, or the length is not in tokens.
     """
@@ -158,9 +155,6 @@ def describe_uncounted_tokens(values: Mapping[str, Any], num_tokens: int) -> str
 
 def read_model_fields(user_options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the model's configuration that decide its number of parameters.
-
-    Args:
-        user_options: The user's options, by name.
 
     Raises:
         ConfigError: The configuration is not on this machine, or is of another architecture.

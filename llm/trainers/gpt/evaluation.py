@@ -142,12 +142,6 @@ def evaluate_sources(
 ) -> dict[str, float]:
     """Evaluate each source separately; every rank calls it.
 
-    Args:
-        strategy: The prepared model.
-        sources: The sources.
-        metrics: Metrics of the evaluate library by name.
-        on_batch: Called after each batch.
-
     Returns:
         The results of `evaluate_source`, averaged over the sources by weight; perplexity and bits
         per byte are computed from the mean loss. With several sources, each also has `loss/NAME`.

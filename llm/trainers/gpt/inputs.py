@@ -60,11 +60,6 @@ def read_training(
 ) -> TrainingRun:
     """Read all inputs of a run, and refuse inputs that cannot work.
 
-    Args:
-        config: The options.
-        world: Rank and world size of this process.
-        config_file: The TOML file of `--config`.
-
     Raises:
         LLMError: In one sentence, what is wrong with an option or with the data.
     """

@@ -72,10 +72,6 @@ def load_run_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer that the options name; it gets the template of the training texts.
 
-    Args:
-        config: The options.
-        model_config: The model's configuration, as for `load_tokenizer`.
-
     Raises:
         ConfigError: It cannot be loaded.
     """
@@ -96,11 +92,7 @@ def load_run_tokenizer(
 
 
 def read_generation_settings(checkpoint: Checkpoint | None) -> "GenerationConfig | None":
-    """Return the generation settings of a run's pretrained weights.
-
-    Args:
-        checkpoint: One of the run's checkpoints.
-    """
+    """Return the generation settings of a run's pretrained weights."""
     from transformers import GenerationConfig
 
     name = f"{MODEL_FOLDER}/generation_config.json"

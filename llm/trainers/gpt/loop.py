@@ -243,11 +243,7 @@ class Trainer:
         return any(self.is_due(interval, includes_last_step=False) for interval in intervals)
 
     def evaluate_and_sample(self, *, should_evaluate: bool) -> float | None:
-        """Do what is due after a step besides saving, and return the validation loss, if any.
-
-        Args:
-            should_evaluate: Whether an evaluation is due.
-        """
+        """Do what is due after a step besides saving, and return the validation loss, if any."""
         eval_loss = None
         with self.stoppable():
             if self.evaluate and should_evaluate:

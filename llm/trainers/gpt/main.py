@@ -168,13 +168,7 @@ def _log_error_once(error: Exception, sentence: str, world: World) -> None:
 
 
 def run(config: "GPTConfig", world: World, *, config_file: Path | None) -> int:
-    """Train or evaluate as configured and return the exit code.
-
-    Args:
-        config: The options.
-        world: Rank and world size of this process.
-        config_file: The TOML file of `--config`.
-    """
+    """Train or evaluate as configured and return the exit code."""
     set_torchrun_variables()
     raise_file_limit()
     limit_spin_wait()

@@ -24,12 +24,6 @@ def check_output_folder(
 ) -> None:
     """Refuse to write a run over another run, over other files, or over its own inputs.
 
-    Args:
-        config: The options.
-        folder: The run's folder.
-        resume_from: The checkpoint that the run resumes from.
-        config_file: The TOML file of `--config`.
-
     Raises:
         ConfigError: The folder is taken, or the run would replace an input inside it.
     """

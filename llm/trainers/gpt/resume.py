@@ -36,10 +36,6 @@ logger = logging.getLogger("llm")
 def find_resume_checkpoint(config: CoreConfig, folder: RunFolder) -> Checkpoint | None:
     """Return the checkpoint of `resume_from_checkpoint`; None if none exists yet.
 
-    Args:
-        config: The options.
-        folder: The run's folder.
-
     Raises:
         CheckpointError: The named checkpoint, or every one in the run's folder, is damaged, or a
             fixed option has changed.
@@ -177,12 +173,6 @@ def check_same_data(
     is_branch: bool,
 ) -> None:
     """Refuse to resume or to branch with other training data, or log an allowed change.
-
-    Args:
-        config: The options.
-        checkpoint: The checkpoint that the run starts from.
-        data_digest: Result of `compute_corpus_digests` for the training data.
-        is_branch: Whether this start begins a branch.
 
     Raises:
         CheckpointError: The tokens have changed since the checkpoint was written.

@@ -421,13 +421,6 @@ def choose_layout(
 ) -> Layout:
     """Return the first layout that an extension's options ask for, or else the core's.
 
-    Args:
-        config: The options.
-        extensions: The extensions of the run.
-        ranks: Number of all ranks.
-        ranks_per_node: Number of consecutive ranks on each node.
-        start: The checkpoint that the run resumes, branches from, or evaluates.
-
     Raises:
         ConfigError: The layout does not allow this number of ranks.
     """
@@ -454,14 +447,7 @@ def choose_factory(
     seed: int,
     layout: Layout | None = None,
 ) -> "OptimizerFactory":
-    """Return the optimizer factory of the first extension that has one, or else the core's.
-
-    Args:
-        config: The options.
-        extensions: The extensions of the run.
-        seed: The run's seed.
-        layout: The run's layout; None if no run is started.
-    """
+    """Return the optimizer factory of the first extension that has one, or else the core's."""
     from llm.optim.adamw_and_sgd import make_optimizer
     from llm.optim.run_optimizer import OptimizerFactory
 

@@ -125,12 +125,7 @@ def _read_wandb_run(folder: RunFolder) -> dict[str, str]:
 
 
 def save_wandb_run_id(folder: RunFolder, trackers: Sequence[Any]) -> None:
-    """Write the id of the W&B run into the run's folder, for a resume; rank 0 calls it.
-
-    Args:
-        folder: The run's folder.
-        trackers: Accelerate's open trackers.
-    """
+    """Write the id of the W&B run into the run's folder, for a resume; rank 0 calls it."""
     for tracker in trackers:
         if tracker.name == "wandb":
             folder.wandb.parent.mkdir(exist_ok=True)

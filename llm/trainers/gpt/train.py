@@ -67,11 +67,6 @@ logger = logging.getLogger("llm")
 def train(config: CoreConfig, world: World, *, config_file: Path | None) -> int:
     """Train as configured; every rank calls it.
 
-    Args:
-        config: The options.
-        world: Rank and world size of this process.
-        config_file: The TOML file of `--config`.
-
     Returns:
         0, or `EXIT_PREEMPTED` after a request to stop.
 
