@@ -20,6 +20,9 @@ of the parameter's group that have changed."""
 _RUN_SETTINGS = ("params", "lr")
 """Entries of a group that the trainer sets before each step."""
 
+_DTYPE_BY_TYPE = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The dtypes that hold Python's numbers exactly."""
+
 
 class ClassOptimizer(torch.optim.Optimizer):
     """Lets an optimizer of any class update parameters, or whole matrices at their owners.
@@ -103,7 +106,7 @@ class ClassOptimizer(torch.optim.Optimizer):
 
     def _hold_number(self, p: Tensor, key: str, value: float) -> Tensor:
         """Return the tensor that holds a number; after a load it keeps the loaded value."""
-        tensor, dtype = self._number_tensors.get((p, key)), _dtype_of(value)
+        tensor, dtype = self._number_tensors.get((p, key)), _DTYPE_BY_TYPE[type(value)]
         if tensor is not None and (self._has_loaded_numbers or tensor.dtype == dtype):
             return tensor if self._has_loaded_numbers else tensor.fill_(value)
         tensor = self._number_tensors[p, key] = torch.tensor(value, dtype=dtype)
@@ -235,17 +238,11 @@ class ClassOptimizer(torch.optim.Optimizer):
 
 def _check_number(key: object, value: object) -> None:
     """Refuse a value in an optimizer's state that is no number, or has no name."""
-    if not isinstance(key, str) or type(value) not in (bool, int, float):
+    if not isinstance(key, str) or type(value) not in _DTYPE_BY_TYPE:
         raise ConfigError(
             f"The optimizer keeps {key!r} in its state, a {type(value).__name__}, "
             "which checkpoints do not hold; let it keep tensors and numbers, by name."
         )
-
-
-def _dtype_of(value: float) -> torch.dtype:
-    """Return the dtype that holds a Python number exactly."""
-    dtype_by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    return dtype_by_type[type(value)]
 
 
 def _gradient(weight: Tensor) -> Tensor:
@@ -258,5 +255,5 @@ def _numeric_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in group.items()
-        if key not in _RUN_SETTINGS and type(value) in (bool, int, float)
+        if key not in _RUN_SETTINGS and type(value) in _DTYPE_BY_TYPE
     }

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,5 @@ def find_version(cls: type) -> str:
     return f"SHA-256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]} of its file"
 
 
-@functools.cache
-def _read_distributions() -> Mapping[str, list[str]]:
-    """Return the distributions of each installed package; reading all metadata takes 0.4 s."""
-    return importlib.metadata.packages_distributions()
+_read_distributions = functools.cache(importlib.metadata.packages_distributions)
+"""Returns the distributions of each installed package; reading all metadata takes 0.4 s."""

@@ -76,9 +76,8 @@ def make_rounds(topology: str, *, num_ranks: int, ranks_per_node: int = 1) -> li
         return _make_alternating_rounds(num_ranks // ranks_per_node, ranks_per_node)
     if topology == "complete" or num_ranks <= 2:
         return [(tuple(range(num_ranks)),)]
-    return (
-        _make_exponential_rounds(num_ranks) if topology == "exp" else _make_ring_rounds(num_ranks)
-    )
+    make_pairs = _make_exponential_rounds if topology == "exp" else _make_ring_rounds
+    return make_pairs(num_ranks)
 
 
 def _make_exponential_rounds(num_ranks: int) -> list[Round]:
@@ -94,7 +93,7 @@ def _make_ring_rounds(num_ranks: int) -> list[Round]:
     if num_ranks % 2 == 0:
         pairs_from_even = tuple((rank, rank + 1) for rank in range(0, num_ranks, 2))
         pairs_from_odd = tuple(
-            _sorted_pair(rank, (rank + 1) % num_ranks) for rank in range(1, num_ranks, 2)
+            tuple(sorted((rank, (rank + 1) % num_ranks))) for rank in range(1, num_ranks, 2)
         )
         return [pairs_from_even, pairs_from_odd]
     # With rank i idle the others form pairs around the ring, other pairs than with i - 1 idle.
@@ -102,7 +101,7 @@ def _make_ring_rounds(num_ranks: int) -> list[Round]:
         (
             (idle_rank,),
             *(
-                _sorted_pair((idle_rank + step) % num_ranks, (idle_rank + step + 1) % num_ranks)
+                tuple(sorted(((idle_rank + step) % num_ranks, (idle_rank + step + 1) % num_ranks)))
                 for step in range(1, num_ranks, 2)
             ),
         )
@@ -129,10 +128,6 @@ def _make_alternating_rounds(num_nodes: int, ranks_per_node: int) -> list[Round]
                     groups += [ranks_by_node[node], ranks_by_node[partner]]
             rounds.append(tuple(groups))
     return rounds
-
-
-def _sorted_pair(first: int, second: int) -> tuple[int, int]:
-    return (first, second) if first < second else (second, first)
 
 
 def _is_power_of_two(number: int) -> bool:
