@@ -260,14 +260,7 @@ class LanguageModelLoss(nn.Module):
 
 
 class HeadLoss(nn.Module):
-    """The output head and its loss, in one module so that FSDP can gather the head for it.
-
-    Args:
-        head: The output head.
-
-    Attributes:
-        head: The output head.
-    """
+    """The output head and its loss, in one module so that FSDP can gather the head for it."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()

@@ -50,11 +50,8 @@ class MatrixTraffic:
 class RunOptimizer:
     """The optimizer of a run; AdamW and SGD need only what is here.
 
-    Args:
-        optimizer: Updates the weights.
-
     Attributes:
-        optimizer: The same.
+        optimizer: Updates the weights.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -21,10 +21,7 @@ class ResidualStream:
 
     Args:
         mesh: The ranks that compute each layer together, one axis.
-        sharded: Whether each rank holds only some tokens between the layers.
-
-    Attributes:
-        sharded: The same.
+        sharded: Whether each rank holds only some tokens between the layers; also an attribute.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sharded: bool) -> None:
