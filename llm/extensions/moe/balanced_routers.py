@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from llm.models.mixtures import mixture_size
 from llm.runtime.float32 import sums_dtype
 from llm.runtime.labels import IGNORED
 from llm.runtime.logging import counted, event
+from llm.trainers.gpt.auxiliary_loss import AttachLosses
 from llm.trainers.gpt.seams import LoopExtension, Periodic
 
 if TYPE_CHECKING:
@@ -162,16 +163,16 @@ class Routers(LoopExtension):
         return load / load.sum().clamp(min=1.0)
 
     def count_choices(
-        self, row: int, chosen_experts: Tensor, losses: Tensor | None, is_real_sample: Tensor
+        self, row: int, is_real_sample: Tensor, chosen_experts: Tensor, losses: Tensor | None
     ) -> Tensor | None:
         """Count the choices and the losses of a micro-batch, in its backward pass.
 
         Args:
             row: Row of the layer in the loads.
+            is_real_sample: Which sequences count, bool [sequences].
             chosen_experts: The choices of this micro-batch, [tokens, K].
             losses: The auxiliary loss and the z-loss of each sequence, summed over its tokens,
                 [sequences, 2]; None without losses.
-            is_real_sample: Which sequences count, bool [sequences].
 
         Returns:
             The gradient of this rank's objective by the losses.
@@ -452,9 +453,11 @@ class _Router:
                 errors = compute_score_errors(logits, chosen_experts, weights)
                 self._routers.score_errors[self._row] += errors
             losses = self._compute_scaled_losses(logits, chosen_experts)
-        count_choices = partial(self._routers.count_choices, self._row)
-        weights_with_losses = _AttachLosses.apply(  # type: ignore[no-untyped-call]
-            weights, chosen_experts, losses, count_choices, self._routers.is_real_sample
+        # In a pipeline other micro-batches have passed by the backward pass, so the mask is bound.
+        is_real_sample = self._routers.is_real_sample
+        count_choices = partial(self._routers.count_choices, self._row, is_real_sample)
+        weights_with_losses = AttachLosses.apply(  # type: ignore[no-untyped-call]
+            weights, count_choices, chosen_experts, losses
         )
         return (hidden_states, chosen_experts, weights_with_losses), {}
 
@@ -521,33 +524,3 @@ def _add_to_bias(bias: Tensor, change: Tensor) -> None:
         bias.to_local().add_(local_change.to_local())
     else:
         bias.add_(change)
-
-
-class _AttachLosses(torch.autograd.Function):
-    """The identity on routing weights, through which a layer's losses get their gradient.
-
-    So a loss of any layer needs neither the model's outputs nor the stage with the last layer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weights: Tensor,
-        chosen_experts: Tensor,
-        losses: Tensor | None,
-        count_choices: Callable[[Tensor, Tensor | None, Tensor], Tensor | None],
-        is_real_sample: Tensor,
-    ) -> Tensor:
-        """Return the weights; the other arguments are for the backward pass."""
-        # Saved tensors are recomputed under checkpointing. In a pipeline other micro-batches have
-        # passed by then, so the mask stays with the first forward pass.
-        ctx.count_choices, ctx.is_real_sample = count_choices, is_real_sample
-        ctx.save_for_backward(chosen_experts, losses)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Count the choices, and return the gradients of weights and losses."""
-        chosen_experts, losses = ctx.saved_tensors
-        loss_gradient = ctx.count_choices(chosen_experts, losses, ctx.is_real_sample)
-        return gradients[0], None, loss_gradient, None, None

@@ -1,6 +1,7 @@
 """An auxiliary loss of the model's last hidden states, for extensions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class AuxiliaryLoss:
         self._is_real_sample = (labels != IGNORED).any(1)
 
     def _add_losses(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Pass the last hidden states through `_AttachLoss`, in training.
+        """Pass the last hidden states through `AttachLosses`, in training.
 
         Raises:
             ConfigError: The loss is not a tensor with a number for each sequence.
@@ -97,12 +98,15 @@ class AuxiliaryLoss:
                     f"{shape}; let it return the loss of each sequence, summed over its tokens: a "
                     f"tensor of the shape [{len(hidden)}]."
                 )
-            output.last_hidden_state = _AttachLoss.apply(  # type: ignore[no-untyped-call]
-                hidden, losses, self, self._is_real_sample
+            count_losses = partial(
+                self._count_losses, is_real_sample=self._is_real_sample, num_tokens=hidden.shape[1]
+            )
+            output.last_hidden_state = AttachLosses.apply(  # type: ignore[no-untyped-call]
+                hidden, count_losses, losses
             )
         return output
 
-    def count_losses(self, losses: Tensor, is_real_sample: Tensor, *, num_tokens: int) -> Tensor:
+    def _count_losses(self, losses: Tensor, *, is_real_sample: Tensor, num_tokens: int) -> Tensor:
         """Count the losses of a micro-batch; return the gradient of the rank's objective by them.
 
         Args:
@@ -116,22 +120,30 @@ class AuxiliaryLoss:
         return token_weight.to(losses.dtype) * sample_mask
 
 
-class _AttachLoss(torch.autograd.Function):
-    """The identity on hidden states, through which a loss of them gets its gradient."""
+class AttachLosses(torch.autograd.Function):
+    """The identity on a tensor of a layer, through which losses of the layer get their gradient.
+
+    So a loss of any layer needs neither the model's outputs nor the stage with the last layer.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, losses: Tensor, auxiliary: AuxiliaryLoss, is_real_sample: Tensor
+        ctx: Any,
+        values: Tensor,
+        count_losses: Callable[..., Tensor | None],
+        *counted: Tensor | None,
     ) -> Tensor:
-        """Return the hidden states; the other arguments are for the backward pass."""
-        ctx.auxiliary, ctx.is_real_sample = auxiliary, is_real_sample
-        ctx.num_tokens = hidden.shape[1]
-        ctx.save_for_backward(losses)
-        return hidden.view_as(hidden)
+        """Return the tensor; the other arguments are for the backward pass.
+
+        There `count_losses` takes the `counted` tensors, which are recomputed under checkpointing.
+        It returns the gradient of the objective by the last of them, the losses.
+        """
+        ctx.count_losses = count_losses
+        ctx.save_for_backward(*counted)
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Count the losses, and return the gradients of hidden states and losses."""
-        [losses] = ctx.saved_tensors
-        gradient = ctx.auxiliary.count_losses(losses, ctx.is_real_sample, num_tokens=ctx.num_tokens)
-        return gradients[0], gradient, None, None
+        """Count the losses, and return the gradients of the tensor and of the losses."""
+        counted = ctx.saved_tensors
+        return gradients[0], None, *[None] * (len(counted) - 1), ctx.count_losses(*counted)
