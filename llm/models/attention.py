@@ -6,10 +6,10 @@ attention independent. On an accelerator, all layers share one mask: of blocks (
 of all pairs of tokens.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -137,14 +137,13 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
             f"--attention_implementation {kernel}; choose sdpa or eager."
         )
     with evaluation_mode(model):
-        document_logits = _DocumentLogits(model)
-        if attention and not _keeps_attention_apart(document_logits):
+        if attention and not keeps_documents_apart(model):
             raise ConfigError(
                 f"--reset_attention_mask cannot keep documents apart in {model_description}: a "
                 "document would see the text of the previous one; leave it out, or choose another "
                 "architecture."
             )
-        if positions and not _uses_positions(document_logits, with_attention=attention):
+        if positions and not _uses_positions(model, with_attention=attention):
             raise ConfigError(
                 f"--reset_position_ids has no effect on {model_description}, which ignores "
                 "position ids; leave it out."
@@ -155,61 +154,55 @@ def check_documents_apart(model: PreTrainedModel, *, positions: bool, attention:
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
     """Return whether attention never reaches another document of a window.
 
+    It compares the logits of document C after document A with those after document B.
+
     Args:
         model: A causal language model with weights; its mode is restored.
     """
+    document_logits = partial(_compute_document_logits, model)
     with evaluation_mode(model):
-        return _keeps_attention_apart(_DocumentLogits(model))
-
-
-class _DocumentLogits:
-    """Computes the logits of windows of the random documents A, B and C."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        documents = random_tokens(model, 3, 1, _DOCUMENT_LENGTH)
-        self._tokens_by_name = dict(zip("ABC", documents, strict=True))
-
-    def __call__(
-        self, document_names: str, *, reset_positions: bool = False, reset_attention: bool = False
-    ) -> Tensor:
-        """Return the logits of the last document of a window, [1, tokens, vocabulary].
-
-        Args:
-            document_names: The documents of the window, such as "AC".
-            reset_positions: Whether positions start again with each document.
-            reset_attention: Whether attention stays within each document.
-        """
-        input_ids = torch.cat([self._tokens_by_name[name] for name in document_names], dim=1)
-        positions = torch.arange(input_ids.shape[1], device=self._model.device).unsqueeze(0)
-        outputs = run_model(
-            self._model,
-            input_ids,
-            positions=positions % _DOCUMENT_LENGTH if reset_positions else None,
-            documents=positions // _DOCUMENT_LENGTH if reset_attention else None,
+        effect_with_mask = max_difference(
+            document_logits("AC", reset_attention=True), document_logits("BC", reset_attention=True)
         )
-        last_logits: Tensor = outputs.logits[:, -_DOCUMENT_LENGTH:].float()
-        return last_logits
-
-
-def _keeps_attention_apart(document_logits: _DocumentLogits) -> bool:
-    """Return whether a document's logits do not depend on the previous document.
-
-    It compares the logits of document C after document A with those after document B.
-    """
-    effect_with_mask = max_difference(
-        document_logits("AC", reset_attention=True), document_logits("BC", reset_attention=True)
-    )
-    effect_without_mask = max_difference(document_logits("AC"), document_logits("BC"))
+        effect_without_mask = max_difference(document_logits("AC"), document_logits("BC"))
     return effect_with_mask <= _MAX_RELATIVE_ERROR * effect_without_mask
 
 
-def _uses_positions(document_logits: _DocumentLogits, *, with_attention: bool) -> bool:
+def _compute_document_logits(
+    model: PreTrainedModel,
+    document_names: str,
+    *,
+    reset_positions: bool = False,
+    reset_attention: bool = False,
+) -> Tensor:
+    """Return the logits of the last document of a window, [1, tokens, vocabulary].
+
+    Args:
+        model: The model.
+        document_names: The documents of the window, such as "AC"; there are A, B and C.
+        reset_positions: Whether positions start again with each document.
+        reset_attention: Whether attention stays within each document.
+    """
+    documents = random_tokens(model, 3, 1, _DOCUMENT_LENGTH)
+    input_ids = torch.cat([documents["ABC".index(name)] for name in document_names], dim=1)
+    positions = torch.arange(input_ids.shape[1], device=model.device).unsqueeze(0)
+    outputs = run_model(
+        model,
+        input_ids,
+        positions=positions % _DOCUMENT_LENGTH if reset_positions else None,
+        documents=positions // _DOCUMENT_LENGTH if reset_attention else None,
+    )
+    last_logits: Tensor = outputs.logits[:, -_DOCUMENT_LENGTH:].float()
+    return last_logits
+
+
+def _uses_positions(model: PreTrainedModel, *, with_attention: bool) -> bool:
     """Return whether the model uses the position ids.
 
     If attention stays within each document as well, document C must have the same logits after
     document A as alone.
     """
+    document_logits = partial(_compute_document_logits, model)
     try:
         changes_logits = not torch.equal(
             document_logits("AC", reset_positions=True), document_logits("AC")
@@ -270,7 +263,7 @@ def _run_training_passes(model: PreTrainedModel) -> None:
 def _register_kernel(mask_kind: _MaskKind) -> str:
     """Register attention with a kind of mask in transformers, and return its name there."""
     kernel = f"document_attention_{mask_kind}"
-    AttentionMaskInterface.register(kernel, functools.partial(_make_mask, mask_kind))
+    AttentionMaskInterface.register(kernel, partial(_make_mask, mask_kind))
     AttentionInterface.register(kernel, _compute_attention)
     return kernel
 

@@ -1,6 +1,6 @@
 """The extension of the profiler."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from llm.config.options import option, option_group
 from llm.errors import ConfigError
@@ -20,18 +20,6 @@ class ProfilerOptions(CoreConfig):
         "Steps to profile, as START:STOP, for a trace and a table of times.",
         one_shot=True,
     )
-
-
-class StepRange(NamedTuple):
-    """The steps start + 1 to stop, counted from 1.
-
-    Attributes:
-        start: Number of steps before the first one.
-        stop: Number of the last one.
-    """
-
-    start: int
-    stop: int
 
 
 class ProfilerExtension(Extension[ProfilerOptions]):
@@ -65,8 +53,8 @@ class ProfilerExtension(Extension[ProfilerOptions]):
         )
 
 
-def parse_step_range(options: ProfilerOptions) -> StepRange | None:
-    """Return the steps to profile; None without `profile`.
+def parse_step_range(options: ProfilerOptions) -> range | None:
+    """Return the steps to profile, counted from 0; None without `profile`.
 
     Raises:
         ConfigError: The option is not two growing numbers.
@@ -79,4 +67,4 @@ def parse_step_range(options: ProfilerOptions) -> StepRange | None:
             f"--profile {options.profile} is not START:STOP, two growing numbers of steps such as "
             "10:13, which profiles steps 11 to 13."
         )
-    return StepRange(int(start), int(stop))
+    return range(int(start), int(stop))

@@ -37,10 +37,10 @@ _ACTIVITIES_BY_DEVICE = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivi
 
 
 class StepProfiler(LoopExtension):
-    """Profiles the steps start + 1 to stop.
+    """Profiles some steps.
 
     Args:
-        step_range: Start and stop, as for `StepRange`.
+        step_range: The steps, counted from 0.
         folder: Folder of the traces and the table.
         rank: Rank of this process; every rank writes a trace, rank 0 also the table.
         device: Device of the model.
@@ -49,14 +49,14 @@ class StepProfiler(LoopExtension):
 
     def __init__(
         self,
-        step_range: tuple[int, int],
+        step_range: range,
         *,
         folder: Path,
         rank: int,
         device: torch.device,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._start_step, self._stop_step = step_range
+        self._start_step, self._stop_step = step_range.start, step_range.stop
         self._folder = folder
         self._rank = rank
         self._is_on_gpu = device.type in _ACTIVITIES_BY_DEVICE

@@ -78,7 +78,11 @@ def test_a_kernel_counts_once_as_the_operation_that_started_it():
 
 def test_profiled_steps_outside_this_run_get_a_warning(tmp_path, caplog):
     profiler = StepProfiler(
-        (1, 3), folder=tmp_path, rank=0, device=torch.device("cpu"), paused=contextlib.nullcontext
+        range(1, 3),
+        folder=tmp_path,
+        rank=0,
+        device=torch.device("cpu"),
+        paused=contextlib.nullcontext,
     )
     with caplog.at_level("INFO", logger="llm"):
         profiler.before_step(1)
