@@ -50,7 +50,7 @@ def build_model(
     options: ModelOptions,
     config: PreTrainedConfig,
     *,
-    weights_from: str | None,
+    weights_from: str | None = None,
     seed: int,
     device: torch.device,
     vocab_size: int,

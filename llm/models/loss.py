@@ -385,11 +385,7 @@ def make_loss(
 
 
 def _check_float8_head(model: PreTrainedModel) -> None:
-    """Refuse a head that cannot multiply in float8.
-
-    Raises:
-        ConfigError: It has a bias, logits that are more than its product, or another width.
-    """
+    """Refuse a head that cannot multiply in float8."""
     head = model.get_output_embeddings()
     reason = None
     if not has_plain_head(model):

@@ -71,12 +71,7 @@ def try_class(optimizer_class: OptimizerClass, device: torch.device) -> Traits:
 
 
 class _Trial:
-    """Small weights with gradients, and optimizers of a class for them.
-
-    Args:
-        optimizer_class: The class.
-        device: Of all tensors.
-    """
+    """Small weights with gradients, and optimizers of a class for them."""
 
     def __init__(self, optimizer_class: OptimizerClass, device: torch.device) -> None:
         self._class = optimizer_class
@@ -178,11 +173,7 @@ class _Trial:
         )
 
     def _check_finite_steps(self) -> None:
-        """Refuse a class that makes weights which are not finite.
-
-        Raises:
-            ConfigError: It does so at the trial's learning rate, or at the first one of a warm-up.
-        """
+        """Refuse a class that makes weights which are not finite."""
         for rates, condition in (
             ([_LEARNING_RATE] * _STEPS, ""),
             ([0.0] + [_LEARNING_RATE] * (_STEPS - 1), " if the learning rate begins at 0"),

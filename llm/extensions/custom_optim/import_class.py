@@ -105,11 +105,7 @@ def _import_module(name: str, module_name: str) -> object:
 def _check_signature(
     options: CustomOptimizerOptions, cls: type[torch.optim.Optimizer], arguments: dict[str, Any]
 ) -> None:
-    """Refuse a class that does not take the arguments, or that needs what a run does not offer.
-
-    Raises:
-        ConfigError: Names the argument, or the need.
-    """
+    """Refuse a class that does not take the arguments, or that needs what a run does not offer."""
     name = options.optimizer
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -173,7 +173,6 @@ class Job:
             return build_model(
                 options,
                 self._config,
-                weights_from=None,
                 seed=0,
                 device=torch.device("meta"),
                 vocab_size=self._config.get_text_config().vocab_size,

@@ -210,11 +210,7 @@ def _complete_fields(explicit_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_whole_numbers(config_fields: Mapping[str, Any]) -> None:
-    """Refuse a size, such as the number of layers, that is not a positive whole number.
-
-    Raises:
-        ConfigError: Names the field and its value.
-    """
+    """Refuse a size, such as the number of layers, that is not a positive whole number."""
     for name, default in DEFAULT_FIELDS[config_fields["model_type"]].items():
         value = config_fields[name]
         if type(default) is int and (type(value) is not int or value < 1):

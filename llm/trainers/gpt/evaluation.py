@@ -56,11 +56,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _load_library_metric(name: str) -> Any:
-    """Load a metric of the evaluate library.
-
-    Raises:
-        ConfigError: The metric does not exist, or cannot be reached.
-    """
+    """Load a metric of the evaluate library."""
     import evaluate
 
     try:

@@ -107,11 +107,7 @@ def read_training(
 
 
 def _check_splits(config: CoreConfig, corpus: Corpus) -> None:
-    """Refuse to train without training data, or without validation data that an option needs.
-
-    Raises:
-        DataError: Names the options.
-    """
+    """Refuse to train without training data, or without validation data that an option needs."""
     if not corpus.train:
         raise DataError(f"--split {config.split} leaves nothing to train on.")
     validation_options = [
@@ -286,7 +282,6 @@ def choose_dims(
         meta_model = build_model(
             config,
             model_config,
-            weights_from=None,
             seed=0,
             device=torch.device("meta"),
             vocab_size=model_config.get_text_config().vocab_size,

@@ -232,13 +232,8 @@ def build_untrained_model(
     tokenizer = load_run_tokenizer(config)
     model_config = load_config(config)
     model = build_model(
-        dataclasses.replace(
-            config,
-            attention_implementation=None,
-            activation_checkpointing="none",
-        ),
+        dataclasses.replace(config, attention_implementation=None, activation_checkpointing="none"),
         model_config,
-        weights_from=None,
         seed=config.seed or 0,
         device=torch.device(device),
         vocab_size=len(tokenizer),

@@ -192,11 +192,7 @@ def read_tokenizer(
 def _check_same_tokenizer(
     config: CoreConfig, start: Checkpoint, tokenizer: PreTrainedTokenizerBase, *, option_name: str
 ) -> None:
-    """Refuse a tokenizer that gives other ids than a checkpoint's copy, or log an allowed change.
-
-    Raises:
-        CheckpointError: It gives other ids, and `change_on_resume` does not allow this.
-    """
+    """Refuse a tokenizer with other ids than a checkpoint's copy, or log an allowed change."""
     source = getattr(config, option_name)
     has_changed = _has_tokenizer_changed(config, start, tokenizer)
     if _is_change_allowed(config, _TOKENIZER_OPTIONS):

@@ -78,12 +78,7 @@ def _read_named_checkpoint(path: Path) -> Checkpoint:
 
 
 def _check_fresh_start(folder: RunFolder) -> None:
-    """Refuse to start from the beginning if the folder has damaged checkpoints or a finished run.
-
-    Raises:
-        CheckpointError: A fresh start would replace checkpoints, even if they are damaged.
-        ConfigError: The run has finished without a checkpoint.
-    """
+    """Refuse a fresh start if the folder has damaged checkpoints or a finished run."""
     damaged_folders = list_checkpoint_folders(folder.checkpoints)
     if damaged_folders:
         raise CheckpointError(
@@ -95,11 +90,7 @@ def _check_fresh_start(folder: RunFolder) -> None:
 
 
 def _check_same_options(config: CoreConfig, checkpoint: Checkpoint) -> None:
-    """Refuse to resume with other fixed options, first of all with another state of the optimizer.
-
-    Raises:
-        CheckpointError: An option differs that may not change.
-    """
+    """Refuse to resume with other fixed options, first with another state of the optimizer."""
     checkpoint_options = read_saved_options(config, checkpoint, "fixed")
     run_options = list_fixed_options(config, defaults=checkpoint_options)
     allowed_names = tuple(list_changeable_options(config, checkpoint))

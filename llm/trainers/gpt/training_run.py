@@ -79,7 +79,6 @@ def _count_budget_parameters(
     model = build_model(
         config,
         model_config,
-        weights_from=None,
         seed=0,
         device=torch.device("meta"),
         vocab_size=vocab_size,
@@ -225,11 +224,7 @@ def choose_skipped_samples(
 
 
 def _check_steps_left(run: Run, total_steps: int) -> None:
-    """Refuse a start from a checkpoint that is beyond the run, or at the end of a branch.
-
-    Raises:
-        ConfigError: Names the checkpoint and the options that make the run longer.
-    """
+    """Refuse a start from a checkpoint that is beyond the run, or at the end of a branch."""
     if run.branch_from is not None and run.branch_from.step >= total_steps:
         raise ConfigError(
             f"--branch_from {run.config.branch_from} has all {total_steps:,} steps "
