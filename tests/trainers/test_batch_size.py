@@ -18,9 +18,9 @@ from llm.metrics.peak_memory import (
 )
 from llm.models.loss import LanguageModelLoss
 from llm.trainers.gpt.extensions import GPTConfig
+from llm.trainers.gpt.find_batch_size import run_trial_step
 from llm.trainers.gpt.main import parse_args
 from llm.trainers.gpt.seams import choose_factory, make_extensions
-from llm.trainers.gpt.trial_step import run_trial_step
 from tests.support.faults import Fault
 from tests.support.layouts import make_strategy, share
 from tests.support.models import tiny_config, tiny_model

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from llm.data.batch_plan import list_micro_batch_sizes
-from llm.data.loader import TrainLoader
+from llm.data.loader import MicroBatch, TrainLoader
 from llm.data.options import device_batch_size
 from llm.errors import ConfigError
 from llm.metrics.hardware import GIB
@@ -35,7 +35,6 @@ from llm.runtime.logging import counted
 from llm.runtime.world import ranks_per_node
 from llm.trainers.gpt.seams import LoopContext
 from llm.trainers.gpt.training_run import TrainingRun, plan_training
-from llm.trainers.gpt.trial_step import run_trial_step
 
 _MAX_GROWTH = 8
 """Largest ratio of two micro-batches in a row. A small one cannot tell the memory of a very large
@@ -187,3 +186,30 @@ def _run_largest_step(
         batches = stack.enter_context(contextlib.closing(loader.read_steps(0)))
         batch = next(batches)
         run_trial_step(strategy, batch.micro_batches, num_tokens=batch.num_tokens)
+
+
+def run_trial_step(
+    strategy: AcceleratedStrategy, micro_batches: Sequence[MicroBatch], *, num_tokens: int
+) -> None:
+    """Compute the gradient of a step as in training, and drop it; every rank calls it.
+
+    Neither weights nor the optimizer's state nor the loss scale change. K-FAC records the tokens,
+    and discards them when the next step begins. Random generators advance; each step seeds them.
+    An update would need no more memory: the optimizer's state exists, and activations are freed.
+
+    Args:
+        strategy: The prepared model.
+        micro_batches: This rank's slice of the step.
+        num_tokens: As for `forward_backward`.
+    """
+    # A scaler allows one unscaling for each update, so the gradient is not scaled.
+    scaler, strategy.scaler = strategy.scaler, None
+    try:
+        strategy.forward_backward(micro_batches, num_tokens=num_tokens)
+        if strategy.device.type != "cpu":
+            torch.accelerator.synchronize(strategy.device)
+    finally:
+        strategy.scaler = scaler
+    strategy.optimizer.zero_grad(set_to_none=True)
+    for parameter in strategy.parameters:  # not the optimizer's tensors, which may be shards
+        parameter.grad = None
