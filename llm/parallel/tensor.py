@@ -67,9 +67,9 @@ def _separate_attention_dropout(model: PreTrainedModel, plan: TensorPlan, mesh: 
     rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
     for name, style in plan.styles.items():
         if "att" in name and style in _COLUMN_STYLES:
-            rng.begin_after(model.get_submodule(name))
+            model.get_submodule(name).register_forward_hook(rng.use_rank_state)
         elif "att" in name and style in _ROW_STYLES:
-            rng.end_before(model.get_submodule(name))
+            model.get_submodule(name).register_forward_pre_hook(rng.use_shared_state)
 
 
 def _apply_library_style(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -118,8 +118,8 @@ def _shard_residual_stream(
     input_module, last_norm = model.get_submodule(plan.start), model.get_submodule(plan.last_norm)
     if _find_dropout_fields(model):
         rng = TensorParallelRNG(_device_of(mesh), mesh.get_local_rank())
-        rng.begin_before(input_module)
-        rng.end_before(last_norm)
+        input_module.register_forward_pre_hook(rng.use_rank_state)
+        last_norm.register_forward_pre_hook(rng.use_shared_state)
     _shard_input(input_module, stream)
     for name in plan.norms:
         _gather_output(model.get_submodule(name), stream, for_layer=True)
@@ -283,20 +283,11 @@ class TensorParallelRNG:
         self._seed: int | None = None
         self._shared_state: Tensor | None = None
 
-    def begin_before(self, module: nn.Module) -> None:
-        """Use rank-specific numbers from the forward pass of this module on."""
-        module.register_forward_pre_hook(self._use_rank_state)
+    def use_rank_state(self, module: nn.Module, *_: Any) -> None:
+        """Draw rank-specific numbers from here on, in training; a hook of a module.
 
-    def begin_after(self, module: nn.Module) -> None:
-        """Use rank-specific numbers after the forward pass of this module."""
-        module.register_forward_hook(self._use_rank_state)
-
-    def end_before(self, module: nn.Module) -> None:
-        """Use the shared numbers again from the forward of this module on."""
-        module.register_forward_pre_hook(self._use_shared_state)
-
-    def _use_rank_state(self, module: nn.Module, *_: Any) -> None:
-        """Seed the generator from its shared state and the rank, and remember the shared state."""
+        It seeds the generator from its shared state and the rank, and remembers the shared state.
+        """
         # A graph that torch.compile traces has no generator to change.
         if not module.training or torch.compiler.is_compiling() or self._in_rank_state():
             return
@@ -307,8 +298,8 @@ class TensorParallelRNG:
         self._seed = int.from_bytes(hashlib.sha256(seed_bytes).digest()[:8]) >> 1
         generator.manual_seed(self._seed)
 
-    def _use_shared_state(self, *_: Any) -> None:
-        """Restore the generator's shared state, if it has a rank's."""
+    def use_shared_state(self, *_: Any) -> None:
+        """Draw shared numbers again, if the generator has a rank's state; a hook of a module."""
         if not torch.compiler.is_compiling() and self._in_rank_state():
             assert self._shared_state is not None
             self._default_generator().set_state(self._shared_state)

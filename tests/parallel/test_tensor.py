@@ -147,8 +147,8 @@ def draw_around_own_heads():
     dist.init_process_group("gloo")
     own = TensorParallelRNG(torch.device("cpu"), dist.get_rank())
     first, last = torch.nn.Identity(), torch.nn.Identity()
-    own.begin_after(first)
-    own.end_before(last)
+    first.register_forward_hook(own.use_rank_state)
+    last.register_forward_pre_hook(own.use_shared_state)
 
     def draw():
         torch.manual_seed(3)
@@ -183,8 +183,8 @@ def test_the_tensor_parallel_rng_works_on_any_accelerator(monkeypatch, kind):
     device = torch.device(kind, 1)
     own = TensorParallelRNG(device, rank=0)
     first, last = torch.nn.Identity(), torch.nn.Identity()
-    own.begin_after(first)
-    own.end_before(last)
+    first.register_forward_hook(own.use_rank_state)
+    last.register_forward_pre_hook(own.use_shared_state)
 
     common = generators[1].get_state()
     first(torch.ones(1))
