@@ -243,13 +243,10 @@ def _make_build_error(
     if kernel in (None, "eager") or not concerns_attention:
         return ConfigError(f"The {config.model_type} model cannot be built: {one_line(error)}.")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    supported_kernels = ["eager"]
-    for name, class_flag in _KERNEL_FLAGS.items():
-        if getattr(model_class, class_flag, False):
-            supported_kernels.append(name)
+    kernels = [name for name, flag in _KERNEL_FLAGS.items() if getattr(model_class, flag, False)]
     return ConfigError(
         f"--attention_implementation {kernel} cannot be used with {config.model_type}, which "
-        f"offers {', '.join(supported_kernels)}: {one_line(error)}."
+        f"offers {', '.join(['eager', *kernels])}: {one_line(error)}."
     )
 
 

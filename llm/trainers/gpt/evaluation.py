@@ -210,11 +210,9 @@ def _average_results(
     sources: Sequence[ValidationSource], source_results: Sequence[dict[str, float]]
 ) -> dict[str, float]:
     """Return the means of the sources' results by weight, and the loss of each source by name."""
-    weighted_results = [
-        (source.weight, values) for source, values in zip(sources, source_results, strict=True)
-    ]
+    weighted_results = [*zip(sources, source_results, strict=True)]
     results: dict[str, float] = {
-        name: sum(weight * values[name] for weight, values in weighted_results)
+        name: sum(source.weight * values[name] for source, values in weighted_results)
         for name, value in source_results[0].items()
         if isinstance(value, int | float)
     }
@@ -223,7 +221,7 @@ def _average_results(
     if all(source.bytes_per_token for source in sources):
         mean_bytes = sum(source.weight * (source.bytes_per_token or 0.0) for source in sources)
         results["bits_per_byte"] = results["loss"] / math.log(2) / mean_bytes
-    for source, values in zip(sources, source_results, strict=True):
+    for source, values in weighted_results:
         results[f"loss/{source.name}"] = values["loss"]
     return results
 

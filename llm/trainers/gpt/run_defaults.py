@@ -54,16 +54,14 @@ def choose_loss_chunks(
     checkpoints recorded chunks have equal ones. A run that began on a CPU has none, and a CPU
     ignores them.
     """
-    recorded: dict[str, Any] | None = None
-    is_older_run = False
+    metadata: dict[str, Any] = {"loss_chunks": None}
     if start is not None and not config.eval_only:
-        recorded = start.metadata.get("loss_chunks")
-        is_older_run = "loss_chunks" not in start.metadata
-    if recorded is not None:
-        return LossChunks(**recorded)
+        metadata = start.metadata
+    if metadata.get("loss_chunks") is not None:
+        return LossChunks(**metadata["loss_chunks"])
     if device.type == "cpu":
         return None
-    multiprocessors = None if is_older_run else num_multiprocessors(device)
+    multiprocessors = num_multiprocessors(device) if "loss_chunks" in metadata else None
     return default_chunks(device_memory(device), multiprocessors)
 
 
