@@ -1,9 +1,11 @@
 """`llm-trainers evidence`: what it checks, what it records of failures, and what it leaves out."""
 
+import errno
 import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import llm
 from llm.parallel.dims import make_parallel_dims
 from llm.runtime.files import json_safe
 from llm.runtime.world import World
-from llm.tools.evidence import checks, rank_programs
+from llm.tools.evidence import checks, evidence_file, rank_programs
 from llm.tools.evidence import evidence as evidence_program
 from llm.tools.evidence.checks import planned_device
+from llm.tools.evidence.code_version import find_commit, hash_sources
 from llm.tools.evidence.evidence import main
 from llm.tools.evidence.evidence_file import EvidenceFile, remove_personal_data
 from llm.tools.evidence.layout_cases import expert_parallel_ranks, layout_cases
@@ -74,6 +78,9 @@ def test_one_rank_writes_a_file_in_which_every_check_has_passed(tmp_path):
         "speed: one rank": "passed",
     }, evidence
     assert evidence["machine"]["versions"]["torch"] == torch.__version__
+    assert evidence["options"]["minutes"] == 20
+    assert evidence["sources_sha256"] == hash_sources(Path(llm.__file__).parent)
+    assert "attention: " in evidence["parts"]["speed"][0]["kernels"]
     assert evidence["parts"]["resume"][0]["weight_difference"] == 0
     # Only the file is left, and no name of this user, host or folder is in it.
     assert [path.name for path in tmp_path.iterdir()] == ["evidence.json"]
@@ -190,7 +197,9 @@ def hide(text: str) -> str:
         ("[fe80::1ff:fe23:4567:890a]", "[<address>]"),
         ("in ~/runs", "in <path>"),
         ("torch 2.13.0+cpu at 12:30:45", "torch 2.13.0+cpu at 12:30:45"),
-        ("alice-like names and 3/4 of it stay", "alice-like names and 3/4 of it stay"),
+        ("from fe80::1 to 2001:db8::8a2e", "from <address> to <address>"),
+        ("X1921C3S25-hsn0 in alice_runs", "<name>-hsn0 in <name>_runs"),
+        ("malice and 3/4 of c10d::send stay", "malice and 3/4 of c10d::send stay"),
     ],
 )
 def test_names_paths_and_addresses_are_not_written(text, written):
@@ -298,7 +307,7 @@ def test_a_rank_that_fails_ends_the_program_of_the_others_and_not_the_next(tmp_p
 
 def test_an_existing_file_is_never_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    EvidenceFile(Path("evidence.json"), site=None)
+    EvidenceFile(Path("evidence.json"), options={}, site=None)
     content = Path("evidence.json").read_bytes()
 
     assert main([]) == 2
@@ -334,6 +343,91 @@ def test_the_working_folder_of_another_run_is_not_touched(tmp_path, monkeypatch,
     assert main([]) == 2
     assert "evidence.json.work, cannot be made: File exists" in capsys.readouterr().err
     assert os.listdir() == ["evidence.json.work"]
+
+
+def test_all_that_a_killed_run_leaves_is_named_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    EvidenceFile(Path("evidence.json"), options={}, site=None)
+    Path("evidence.json.work").mkdir()
+    assert main([]) == 2
+    sentence = (
+        "--output evidence.json and evidence.json.work exist: another run writes them, or was"
+    )
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_folder_as_the_file_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--output", "."]) == 2
+    assert "--output . is a folder; name a file in it." in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path, monkeypatch, capsys):
+    def fail(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evidence_file, "write_whole", fail)
+    assert main([]) == 2
+    sentence = "evidence.json cannot be written: No space left on device; free some space."
+    assert sentence in capsys.readouterr().err
+    assert os.listdir() == []
+
+
+def test_values_of_tokens_and_passwords_are_not_written(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_AbCdEfGhIj")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    words = evidence_file.secret_words()
+    assert remove_personal_data("false: Bearer hf_AbCdEfGhIj", words) == "false: Bearer <name>"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=tests", "-c", "user.email=tests@example.com"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+
+def test_the_commit_of_a_clone_and_its_changes_are_recorded(tmp_path):
+    clone, installed = tmp_path / "llm", tmp_path / "venv" / "llm"
+    for package in (clone, installed):
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+    assert find_commit(clone) is None
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "llm")
+    git(tmp_path, "commit", "--quiet", "-m", "Begin")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+
+    assert find_commit(clone) == commit
+    assert find_commit(installed) is None
+    sources = hash_sources(clone)
+    assert hash_sources(installed) == sources
+    (clone / "__init__.py").write_text("x = 1\n")
+    assert find_commit(clone) == f"{commit}-dirty"
+    assert hash_sources(clone) != sources
+
+
+def make_checks(folder: Path, *, ranks: int = 1, **job: object) -> checks.Checks:
+    world = World(rank=0, local_rank=0, world_size=ranks)
+    machine = {"nodes": 1, "device": "cuda", "memory_gib": 40.0, "default_precision": "bf16"}
+    programs = RankPrograms(world, None, folder)
+    return checks.Checks(programs, {**machine, "card": "NVIDIA A100-SXM4-40GB", **job})
+
+
+def test_a_card_without_bf16_is_not_checked_in_bf16(tmp_path):
+    def precisions(**job: object) -> list[str]:
+        return [check.name for check in make_checks(tmp_path, **job).make_checks("losses")]
+
+    in_float32 = ["CPU, fp32", "cuda, fp32", "cuda, tf32"]
+    assert precisions() == [*in_float32, "cuda, bf16", "cuda, bf16, compiled"]
+    assert precisions(default_precision="no") == in_float32  # V100, T4
+
+
+def test_speed_on_uneven_nodes_is_not_compared_with_a_plan(tmp_path):
+    machine = make_checks(tmp_path, ranks=3, nodes=2)
+    assert machine._compare_with_plan([], 1.0, {}) == {
+        "plan": "the nodes have different numbers of ranks"
+    }
 
 
 def describe(**values: object) -> dict:

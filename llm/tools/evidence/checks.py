@@ -21,6 +21,7 @@ from llm.tools.evidence.trainings import (
     compare_steps,
     compare_weights,
     read_device,
+    read_kernels,
     read_steps,
 )
 from llm.tools.plan.card_names import device_of_card
@@ -131,7 +132,7 @@ class Checks:
             flags_by_precision["tf32"] = ("--mixed_precision", "no", "--tf32", "--no_torch_compile")
         if self._has_bf16:
             flags_by_precision["bf16"] = ("--mixed_precision", "bf16", "--no_torch_compile")
-        if self._device in ("cuda", "rocm"):
+        if self._has_bf16 and self._device in ("cuda", "rocm"):
             flags_by_precision["bf16, compiled"] = ("--mixed_precision", "bf16", "--torch_compile")
         return flags_by_precision
 
@@ -258,9 +259,11 @@ class Checks:
             self._inputs.trainer_arguments(folder, *run_flags, *length_flags), seconds
         )
         records = list(read_steps(folder).values())
+        kernels = read_kernels(folder)
         shutil.rmtree(folder, ignore_errors=True)  # it holds gigabytes
         figures: dict[str, Any] = {
             "options": " ".join(run_flags),
+            "kernels": kernels,
             "tokens_per_second": records[-1]["tokens_per_second"],
             "ms_per_step": records[-1]["ms_per_step"],
             "losses": [record["loss"] for record in records],
@@ -291,7 +294,9 @@ class Checks:
         Speed is not compared on a device that the plan does not know, and memory not on a CPU,
         where the libraries count.
         """
-        ranks_per_node = max(1, self._num_ranks // self._num_nodes)
+        ranks_per_node, num_further_ranks = divmod(self._num_ranks, self._num_nodes)
+        if num_further_ranks:
+            return {"plan": "the nodes have different numbers of ranks"}
         device = planned_device(self._device, self._card)
         arguments = ["-m", "llm", "plan", "--json", *run_flags]
         arguments += ["--nodes", str(self._num_nodes), "--gpus_per_node", str(ranks_per_node)]

@@ -23,7 +23,13 @@ from llm.errors import ConfigError, ParallelError, one_line
 from llm.runtime.process_settings import raise_file_limit
 from llm.runtime.world import World, set_torchrun_variables, world_from_environment
 from llm.tools.evidence.checks import Check, Checks
-from llm.tools.evidence.evidence_file import EvidenceFile, Result, personal_words
+from llm.tools.evidence.evidence_file import (
+    EvidenceFile,
+    Result,
+    personal_words,
+    secret_words,
+    work_folder,
+)
 from llm.tools.evidence.machine import describe_job, site_name
 from llm.tools.evidence.options import EvidenceOptions, PartName
 from llm.tools.evidence.rank_programs import RankPrograms, describe_failure
@@ -94,9 +100,13 @@ def _collect_evidence(
 ) -> int:
     """Run all checks on rank 0 and write the file; return the exit code."""
     path = Path(options.output)
-    folder = Path(f"{path}.work").absolute()
+    folder = work_folder(path).absolute()
     try:
-        evidence_file = EvidenceFile(path, site=options.site or site_name(os.environ))
+        evidence_file = EvidenceFile(
+            path,
+            options={"minutes": options.minutes, "parts": options.parts},
+            site=options.site or site_name(os.environ),
+        )
         _make_folder(folder, path)
     except ConfigError:
         if board is not None:
@@ -106,7 +116,7 @@ def _collect_evidence(
         raise
     programs = RankPrograms(world, board, folder)
     try:
-        words = personal_words()
+        words = personal_words() + secret_words()
         if board is not None:
             words += _meet_ranks(board, world, folder, path)
         evidence_file.personal_words = words
@@ -255,6 +265,7 @@ def _run_check(evidence_file: EvidenceFile, part: str, check: Check, *, part_end
     remaining = part_end - check_start
     if remaining < _MIN_CHECK_SECONDS:
         evidence_file.add(part, check.name, "not run", seconds=0, reason="no time was left")
+        sys.stdout.write(f"{part}: {check.name} not run, because no time was left\n")
         return
     figures: Mapping[str, Any] = {}
     failure: Exception | None = None

@@ -11,21 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llm import __version__
-from llm.errors import ConfigError, one_line
+import llm
+from llm.errors import ConfigError, one_line, os_error_remedy
 from llm.runtime.files import write_whole
 from llm.runtime.logging import counted
+from llm.tools.evidence.code_version import find_commit, hash_sources
 
 FORMAT = 1
 Result = Literal["passed", "failed", "not run"]
 
 _PERSONAL_VARIABLES = (
     *("USER", "LOGNAME", "HOSTNAME", "MASTER_ADDR", "SLURM_JOB_ACCOUNT", "SLURM_JOB_USER"),
-    *("SLURMD_NODENAME", "PBS_ACCOUNT", "PBS_O_LOGNAME", "PBS_O_HOST"),
+    *("SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "PBS_ACCOUNT", "PBS_O_LOGNAME", "PBS_O_HOST"),
 )
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+_MIN_SECRET_LENGTH = 8
 _ADDRESS = re.compile(
     r"\b\d{1,3}(?:\.\d{1,3}){3}\b"  # IPv4
     r"|\b[0-9a-fA-F]{1,4}(?:::?[0-9a-fA-F]{1,4}){3,7}\b"  # IPv6
+    r"|\b[0-9a-fA-F]{4}(?::[0-9a-fA-F]{1,4})?::[0-9a-fA-F]{1,4}\b"  # short, such as fe80::1
 )
 _PATH = re.compile(r"(?<![\w.])~?(?:/[\w.+@%-]+)+/?")
 _MODULE_SUFFIXES = (".py", ".so")
@@ -36,22 +40,27 @@ class EvidenceFile:
 
     Args:
         path: The file, which must not exist.
+        options: What the user has chosen, by name.
         site: Name of the cluster, or None.
 
     Attributes:
-        personal_words: Names of users and hosts, which `add` removes from figures.
+        personal_words: Names of users and hosts, and secrets, which `add` removes from figures.
 
     Raises:
         ConfigError: It exists, or cannot be written.
     """
 
-    def __init__(self, path: Path, *, site: str | None) -> None:
+    def __init__(self, path: Path, *, options: Mapping[str, Any], site: str | None) -> None:
         self.personal_words: Sequence[str] = ()
         self._path = path
+        package = Path(llm.__file__).parent
         self._content: dict[str, Any] = {
             "format": FORMAT,
-            "program": f"llm-trainers {__version__}",
+            "program": f"llm-trainers {llm.__version__}",
+            "commit": find_commit(package),
+            "sources_sha256": hash_sources(package),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "options": dict(options),
             "finished": False,
             "summary": [],
             "site": site,
@@ -61,13 +70,16 @@ class EvidenceFile:
         try:
             path.open("x").close()
         except FileExistsError as error:
-            raise ConfigError(
-                f"--output {path} exists, and evidence never replaces a file; name another one, or "
-                "remove it if no other run is writing it."
-            ) from error
+            raise ConfigError(_describe_existing(path)) from error
         except OSError as error:
             raise ConfigError(f"--output {path} cannot be written: {one_line(error)}.") from error
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            path.unlink()
+            raise ConfigError(
+                f"--output {path} cannot be written: {one_line(error)}; {os_error_remedy(error)}."
+            ) from error
 
     def set_machine(self, job: Mapping[str, Any]) -> None:
         """Record the machine."""
@@ -101,7 +113,8 @@ class EvidenceFile:
     def summary(self) -> list[str]:
         """Return the content as lines for a person."""
         machine = self._content["machine"]
-        lines = [f"{self._content['program']}, {self._content['date']}"]
+        code = self._content["commit"] or f"sources {self._content['sources_sha256'][:12]}"
+        lines = [f"{self._content['program']} ({code}), {self._content['date']}"]
         if machine:
             lines.append(
                 f"{counted(machine['ranks'], 'rank')} on {counted(machine['nodes'], 'node')}: "
@@ -123,6 +136,26 @@ class EvidenceFile:
     def _write(self) -> None:
         self._content["summary"] = self.summary()
         write_whole(self._path, json.dumps(self._content, indent=1) + "\n")
+
+
+def work_folder(path: Path) -> Path:
+    """Return the folder of the trainings of a run that writes this file."""
+    return Path(f"{path}.work")
+
+
+def _describe_existing(path: Path) -> str:
+    """Return why a path that exists cannot be the file, and what to do."""
+    if path.is_dir():
+        return f"--output {path} is a folder; name a file in it."
+    if work_folder(path).exists():
+        return (
+            f"--output {path} and {work_folder(path)} exist: another run writes them, or was "
+            "killed. Name another file, or remove both if no run writes them."
+        )
+    return (
+        f"--output {path} exists, and evidence never replaces a file; name another one, or remove "
+        "it."
+    )
 
 
 def _describe_record(record: Mapping[str, Any]) -> str:
@@ -158,6 +191,18 @@ def personal_words() -> list[str]:
     return words
 
 
+def secret_words() -> list[str]:
+    """Return the values of this process's environment variables for tokens and passwords.
+
+    Do not send them to other ranks.
+    """
+    return [
+        value
+        for name, value in os.environ.items()
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH
+    ]
+
+
 def remove_personal_data(text: str, words: Iterable[str]) -> str:
     """Return a program's output without personal data.
 
@@ -166,12 +211,14 @@ def remove_personal_data(text: str, words: Iterable[str]) -> str:
 
     Args:
         text: The output.
-        words: Names of users and hosts.
+        words: Names of users and hosts, and secrets.
     """
     text = _PATH.sub(_shorten_path, text)
     text = _ADDRESS.sub("<address>", text)
     for word in sorted({word for word in words if len(word) > 1}, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", "<name>", text)
+        # `nid1-hsn0` is another name of nid1, and `alice_runs` has the name of a user.
+        pattern = rf"(?<![a-zA-Z0-9]){re.escape(word)}(?![a-zA-Z0-9])"
+        text = re.sub(pattern, "<name>", text, flags=re.IGNORECASE)
     return text
 
 

@@ -19,6 +19,8 @@ NUM_STEPS = 3
 """Steps of a training that is compared with another one."""
 SAMPLES_PER_RANK = 2
 _BLOCK_SIZE = 64
+_KERNEL_LINES = ("world: ", "attention: ", "loss: ")
+"""Beginnings of lines of a run's log, after date and time."""
 _MAX_SAMPLES_ALONE = 64
 _MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -141,6 +143,13 @@ def read_device(folder: Path) -> str | None:
     events = read_events(folder / "events.jsonl")
     devices: list[str] = [event["device"] for event in events if event["event"] == "start"]
     return devices[-1] if devices else None
+
+
+def read_kernels(folder: Path) -> str:
+    """Return what a run has logged about its precision, compilation, attention and loss."""
+    text = (folder / "log.txt").read_text(encoding="utf-8")
+    lines = [line.partition(" ")[2].partition(" ")[2] for line in text.splitlines()]
+    return "; ".join(line for line in lines if line.startswith(_KERNEL_LINES))
 
 
 def compare_steps(
