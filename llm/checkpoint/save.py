@@ -51,7 +51,7 @@ from llm.checkpoint.staging import (
     staging_root,
     sync_parents,
 )
-from llm.errors import CheckpointError, NotFiniteError, one_line_with_path
+from llm.errors import CheckpointError, NotFiniteError, PeerLostError, one_line_with_path
 from llm.runtime.agreement import gather_results, is_shared
 from llm.runtime.files import sync_file, sync_folder
 from llm.runtime.logging import event
@@ -124,7 +124,7 @@ class Saver:
         self._flush_metrics = flush_metrics
         self._plan: RankPlan | None = None
         self._num_failures = 0
-        self._error: CheckpointError | None = None
+        self._error: CheckpointError | PeerLostError | None = None
         self._thread: threading.Thread | None = None
         self._staging: StagingFolder | None = None
         self._training_may_continue = threading.Event()  # the last save is staged, or has ended
@@ -157,6 +157,7 @@ class Saver:
 
         Raises:
             CheckpointError: Too many saves have failed in a row, or the state is not finite.
+            PeerLostError: Another rank has ended during the last save.
         """
         start_time = time.perf_counter()
         self.finish()  # the copies below overwrite buffers that the last save may still be writing
@@ -219,6 +220,7 @@ class Saver:
 
         Raises:
             CheckpointError: The state is not finite, or too many saves have failed in a row.
+            PeerLostError: Another rank has ended during the save.
         """
         if self._thread is not None:
             self._thread.join()
@@ -230,7 +232,8 @@ class Saver:
                 self._close_staging()
             return
         self._num_failures += 1
-        if is_final or isinstance(error, NotFiniteError) or self._num_failures > _MAX_FAILED_SAVES:
+        is_fatal = is_final or isinstance(error, NotFiniteError | PeerLostError)
+        if is_fatal or self._num_failures > _MAX_FAILED_SAVES:
             raise error
         logger.warning(f"{error} Training continues.")
 
@@ -256,7 +259,7 @@ class Saver:
                     self.blocked_seconds += staged_checkpoint.seconds
                 self._training_may_continue.set()  # while the staged files are copied
             self._write_or_retry(snapshot, staged_checkpoint)
-        except NotFiniteError as error:
+        except (NotFiniteError, PeerLostError) as error:
             self._error = error
             return
         except Exception as error:  # raised by `finish`, in the training thread

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.faults
 STEP = "llm.trainers.gpt.loop:Trainer.train_step"
 SAVE = "llm.checkpoint.save:Saver._write_tensors"
 EVALUATION = "llm.parallel.base:AcceleratedStrategy.evaluate"
-CALLS = {STEP: 9, SAVE: 2, EVALUATION: 3}
 OPTIONS = {"max_train_steps": 16, "checkpointing_steps": 4, "eval_steps": 6}
 HOST = socket.gethostname()
 
@@ -26,11 +25,15 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("lost"))
 
 
-@pytest.mark.parametrize("place", [STEP, SAVE, EVALUATION], ids=["step", "save", "evaluation"])
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [(STEP, 9), (SAVE, 2), (SAVE, 4), (EVALUATION, 3)],
+    ids=["step", "save", "last save", "evaluation"],
+)
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_is_named_and_the_others_end_in_ten_seconds(bench, victim, place):
-    name = f"killed-{victim}-{place.rpartition('.')[2]}"
-    fault = Fault(at=place, what="SIGKILL", call=CALLS[place], rank=victim)
+def test_a_killed_rank_is_named_and_the_others_end_in_ten_seconds(bench, victim, place, call):
+    name = f"killed-{victim}-{place.rpartition('.')[2]}-{call}"
+    fault = Fault(at=place, what="SIGKILL", call=call, rank=victim)
     started = bench.start(name, ranks=3, faults=[fault], **OPTIONS)
     died = started.wait_for_death()
     run = Run(bench.folder / name, started.outcomes(timeout=30))
