@@ -47,14 +47,14 @@ class RestartError(DivergedError):
 
     Args:
         message: Printed if the run has no checkpoint.
-        first: First step, counted from 0, to skip: the samples from there to the present step are
-            left out.
+        first: First step to skip, counted from 0.
+        end: The step after the last one to skip.
         reason: Why the run goes back, for the log.
     """
 
-    def __init__(self, message: str, *, first: int, reason: str) -> None:
+    def __init__(self, message: str, *, first: int, end: int, reason: str) -> None:
         super().__init__(message)
-        self.first, self.reason = first, reason
+        self.first, self.end, self.reason = first, end, reason
 
 
 class ParallelError(LLMError):

@@ -26,7 +26,8 @@ class LossSpikes(LoopExtension):
         folder: Folder of the run, for the command that shows a step's text.
         action: Reaction to a spike, as in `on_loss_spike`.
         max_rewinds: Maximum number of rewinds before the run stops.
-        margin_steps: Number of steps before a spike to skip as well.
+        logging_steps: Steps of a logging interval. A run that goes back skips as many steps before
+            a spike, and the steps up to the end of the spike's interval.
 
     Attributes:
         losses: Losses of the last steps that were not skipped.
@@ -43,10 +44,10 @@ class LossSpikes(LoopExtension):
         folder: Path,
         action: Literal["warn", "stop", "rewind"],
         max_rewinds: int = 0,
-        margin_steps: int = 0,
+        logging_steps: int = 1,
     ) -> None:
         self._corpus, self._folder, self._action = corpus, folder, action
-        self._max_rewinds, self._margin_steps = max_rewinds, margin_steps
+        self._max_rewinds, self._logging_steps = max_rewinds, logging_steps
         self.losses: list[float] = []
         self.num_rewinds = 0
 
@@ -99,9 +100,12 @@ class LossSpikes(LoopExtension):
                 f"{message} The run has gone back {self.num_rewinds} times already (--max_rewinds)."
             )
         self.num_rewinds += 1
+        # Not up to the present step: a save or a request to stop may end the interval earlier.
+        interval_end = (first_step // self._logging_steps + 1) * self._logging_steps
         raise RestartError(
             message,
-            first=first_step - self._margin_steps,
+            first=first_step - self._logging_steps,
+            end=interval_end,
             reason=f"the spike at step {first_step + 1} (time {self.num_rewinds} of "
             f"--max_rewinds {self._max_rewinds})",
         )

@@ -54,5 +54,5 @@ class SpikeExtension(Extension[SpikeOptions]):
             action=options.on_loss_spike,
             max_rewinds=options.max_rewinds,
             # The updates of a logging interval before the spike may have led to it.
-            margin_steps=options.logging_steps,
+            logging_steps=options.logging_steps,
         )

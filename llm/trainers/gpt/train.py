@@ -279,7 +279,7 @@ def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
 def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: RestartError) -> None:
     """Continue from a checkpoint, without the samples that the request asks to skip."""
     first_sample, end_sample = trainer.loader.sample_range(
-        max(checkpoint.step, request.first), trainer.state.step
+        max(checkpoint.step, request.first), request.end
     )
     skipped = trainer.loader.skipped.skip([(first_sample, end_sample)])
     logger.info(

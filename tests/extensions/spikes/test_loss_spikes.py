@@ -21,7 +21,7 @@ from llm.tools.inspect import main
 from llm.trainers.gpt.extensions import GPTConfig
 from llm.trainers.gpt.main import parse_args
 from tests.support.faults import Fault
-from tests.support.recovery import curves, last_hash, without_times
+from tests.support.recovery import curves, last_counts, last_hash, without_times
 from tests.support.token_files import write_pair
 from tests.support.training import Bench, Run
 
@@ -176,7 +176,7 @@ def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, ca
 
     rewound = once.train_well(f"rewound-{kind}", on_loss_spike="rewind", **options)
 
-    # One logging interval before the spike, up to the step at which it was noticed.
+    # One logging interval before the spike, up to the end of the spike's interval.
     (rewind,) = events(rewound, "rewind")
     assert (rewind["step"], rewind["skip_samples"]) == (60, "248:280")
     assert "Going back to step 60 because of the spike at step 68" in rewound.output
@@ -195,19 +195,21 @@ def test_a_rewound_run_equals_one_that_was_told_what_to_leave_out(once, kind, ca
 
 
 @pytest.mark.faults
-def test_a_rewound_run_that_is_killed_continues_as_if_it_were_not(once, tmp_path):
-    """No checkpoint has the range yet when it is killed: it finds the spike anew."""
+@pytest.mark.parametrize(("what", "call"), [("SIGKILL", 75), ("SIGTERM", 68)])
+def test_a_rewound_run_that_ends_continues_as_if_it_did_not(once, tmp_path, what, call):
+    """A killed run finds the spike anew. A stop at the spike finds it before its interval ends."""
     options = {**once.data, "on_loss_spike": "rewind", "resume_from_checkpoint": True}
-    straight = once.train_well("straight", **options)
+    straight = once.train_well(f"straight-{what}", **options)
     options["stage_checkpoints"] = tmp_path
-    kill = Fault(at="llm.trainers.gpt.loop:Trainer.train_step", what="SIGKILL", call=75)
-    once.train("killed", faults=[kill], **options)
-    assert len(events(Run(once.folder / "killed", []), "rewind")) == 1
+    fault = Fault(at="llm.trainers.gpt.loop:Trainer.train_step", what=what, call=call)
+    once.train(what, faults=[fault], **options)
+    assert events(Run(once.folder / what, []), "rewind") == events(straight, "rewind")
 
-    killed = once.train_well("killed", **options)
+    resumed = once.train_well(what, **options)
 
-    assert last_hash(killed) == last_hash(straight)
-    assert without_times(killed) == without_times(straight)
+    assert last_hash(resumed) == last_hash(straight)
+    assert last_counts(resumed) == last_counts(straight)
+    assert without_times(resumed) == without_times(straight)
 
 
 def test_a_run_goes_back_only_so_often(thrice):
