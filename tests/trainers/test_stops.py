@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from llm.checkpoint.load import list_checkpoints
 from tests.support.faults import Fault
+from tests.support.recovery import without_times
 from tests.support.training import Bench
 
 EVALUATE = "llm.parallel.base:AcceleratedStrategy.evaluate"
@@ -44,6 +46,26 @@ def test_a_signal_in_an_evaluation_saves_at_once(bench: Bench, ranks: int, optio
 
     resumed = bench.train_well(name, ranks=ranks, **OPTIONS, **options)
     assert "validation at step 3" in resumed.output
+
+
+def test_a_checkpoint_of_a_stop_gets_its_score_on_resume(bench: Bench) -> None:
+    options = {**OPTIONS, "checkpointing_steps": 2, "keep_checkpoints": 1, "save_top_k": 2}
+    straight = bench.train_well("scored", **options)
+    asked = Fault(at="llm.trainers.gpt.loop:Trainer.train_step", what="SIGTERM", call=4)
+    assert bench.train("unscored", faults=[asked], **options).codes == [75]
+
+    resumed = bench.train_well("unscored", **options)
+
+    assert without_times(resumed) == without_times(straight)
+    scores = [
+        {
+            saved.step: saved.metadata["eval_loss"]
+            for saved in list_checkpoints(run.folder / "checkpoints")
+        }
+        for run in (straight, resumed)
+    ]
+    assert list(scores[0]) == [4, 6]
+    assert scores[0] == scores[1]
 
 
 def test_a_signal_in_the_last_evaluation_saves_the_last_step(bench: Bench) -> None:

@@ -174,11 +174,14 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        is_evaluation_due = self.is_due(self.eval_interval, includes_last_step=True)
+        needs_score = self.config.save_top_k > 0 and self.is_save_step()
+        is_evaluation_due = needs_score or self.is_due(self.eval_interval, includes_last_step=True)
         # On a request to stop, the first step ends the run.
         with self.reporter.paused("evaluation"), self.stoppable():
             if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
-                self.run_evaluation()
+                eval_loss = self.run_evaluation()
+                if needs_score:  # the checkpoint was saved at once, without its score
+                    self.save_checkpoint(eval_loss)
             for periodic in self.find_due_periodic_work():
                 if state.last_periodic_steps.get(periodic.name) != state.step:
                     self.run_periodic(periodic)
