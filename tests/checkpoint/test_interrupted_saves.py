@@ -204,6 +204,6 @@ def test_a_rank_that_dies_during_a_save_leaves_the_older_checkpoint(tmp_path):
     outcomes = run_ranks(lose_a_rank, 2, tmp_path, timeout=60)
 
     assert outcomes[1].error == "ended with code -9"
-    assert "The checkpoint of step 2 could not be written" in outcomes[0].output
+    assert "PeerLostError" in outcomes[0].error
     assert steps(tmp_path) == [1]
     assert find_newest_checkpoint(tmp_path).step == 1

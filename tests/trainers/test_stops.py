@@ -75,7 +75,12 @@ def test_a_signal_in_the_last_evaluation_saves_the_last_step(bench: Bench) -> No
 
     assert stopped.codes == [75]
     assert (stopped.folder / "checkpoints" / "step_00000006").is_dir()
-    assert "validation at step 6" in bench.train_well("last", **options).output
+
+    resumed = bench.train_well("last", **options)
+
+    assert "validation at step 6" in resumed.output
+    saved = list_checkpoints(resumed.folder / "checkpoints")[-1]
+    assert saved.metadata["eval_loss"] == resumed.read_json("all_results.json")["eval_loss"]
 
 
 def test_a_signal_in_a_sample_ends_its_text(bench: Bench) -> None:

@@ -174,17 +174,20 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        needs_score = self.config.save_top_k > 0 and self.is_save_step()
-        is_evaluation_due = needs_score or self.is_due(self.eval_interval, includes_last_step=True)
-        # On a request to stop, the first step ends the run.
-        with self.reporter.paused("evaluation"), self.stoppable():
-            if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
-                eval_loss = self.run_evaluation()
-                if needs_score:  # the checkpoint was saved at once, without its score
+        is_save_step = self.is_save_step()
+        is_evaluation_due = self.is_due(self.eval_interval, includes_last_step=True)
+        is_evaluation_due = is_evaluation_due or (is_save_step and self.config.save_top_k > 0)
+        eval_loss = None
+        with self.reporter.paused("evaluation"):
+            with self.stoppable():  # on a request to stop, the first step ends the run
+                if self.evaluate and is_evaluation_due and state.evaluated_at != state.step:
+                    eval_loss = self.run_evaluation()
+                for periodic in self.find_due_periodic_work():
+                    if state.last_periodic_steps.get(periodic.name) != state.step:
+                        self.run_periodic(periodic)
+            if is_save_step and eval_loss is not None:  # it was saved at once, without the loss
+                with self.reporter.wall_time.spent_on("saving"):
                     self.save_checkpoint(eval_loss)
-            for periodic in self.find_due_periodic_work():
-                if state.last_periodic_steps.get(periodic.name) != state.step:
-                    self.run_periodic(periodic)
         self.health.heartbeat(step=state.step, phase="start")
 
     def train_step(self, batch: StepBatch) -> None:
