@@ -15,6 +15,7 @@ _KERNEL_NAMES = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention",
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.OVERRIDEABLE: "a kernel of the device's library",  # oneDNN on an Intel GPU
 }
 _HOPPER = 9
 """Major compute capability of H100 and H200."""

@@ -45,6 +45,8 @@ def compile_blocks(model: nn.Module, *, fuse_backward: bool = False) -> None:
             between and after blocks, too. They need a GPU with Triton.
     """
     torch._dynamo.config.suppress_errors = True
+    # Otherwise DistributedDataParallel's buckets divide the graph of a block, and so its fusions.
+    torch._dynamo.config.optimize_ddp = False
     _allow_recompilations()
     blocks: list[nn.Module] = list(find_blocks(model))
     if not fuse_backward:

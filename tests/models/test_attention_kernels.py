@@ -27,6 +27,13 @@ def test_dropout_of_attention_has_no_fused_kernel_on_a_cpu():
     assert kernel_on_a_cpu("gpt2", attn_pdrop=0.1) == "sdpa, computed by separate operations"
 
 
+def test_the_log_names_a_kernel_of_the_devices_library(monkeypatch):
+    # PyTorch returns this for Intel GPUs, where oneDNN computes attention.
+    choice = SDPBackend.OVERRIDEABLE.value
+    monkeypatch.setattr("torch._fused_sdp_choice", lambda *_, **__: choice)
+    assert kernel_on_a_cpu("llama") == "sdpa, computed by a kernel of the device's library"
+
+
 def test_the_log_names_an_implementation_that_is_not_pytorchs():
     model = tiny_model(tiny_config("llama"), attention_implementation="eager")
     kernel = attention_kernel(model, device=CPU, dtype=torch.float32, block_size=16)

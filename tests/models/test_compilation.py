@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch._inductor.compile_fx as inductor_compiler
 import torch._inductor.config as inductor
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 
 from llm.models.compilation import compile_blocks, make_compilation_reproducible
 from llm.models.loss import LanguageModelLoss
@@ -84,6 +86,20 @@ def test_blocks_with_fused_backward_passes_share_one_graph(monkeypatch):
     run(loss, 2, training=False)
     assert len(graphs) == 2  # of the blocks, and of the last norm
     torch._dynamo.reset()
+
+
+def test_buckets_of_data_parallelism_do_not_divide_the_graph_of_a_block(batch_sizes, monkeypatch):
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model(tiny_config("gpt2"))
+        loss = LanguageModelLoss(model)
+        compile_blocks(model)
+        replica: Any = DistributedDataParallel(loss, bucket_cap_mb=1e-6)
+        run(replica, 2, training=True)
+    finally:
+        dist.destroy_process_group()
+    assert batch_sizes == [2]  # one graph for all blocks
 
 
 def test_a_deterministic_run_rounds_as_the_model_and_times_no_kernel():
