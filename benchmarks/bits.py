@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from benchmarks.bits_run import CUT, STEPS, Setting
 from benchmarks.gpu import find_card
+from benchmarks.measure import search_path
 from benchmarks.report import (
     Goal,
     ReportOptions,
@@ -29,6 +30,7 @@ from benchmarks.report import (
     render,
     run_benchmark,
     table,
+    write_report,
 )
 from benchmarks.training import ROOT
 from llm.config.options import option
@@ -57,7 +59,7 @@ _RESUMED = {"resumed": True}
 _REPRODUCIBLE = {"reproducible": True, "keeps_code": True}
 _UNCOMPILED = {"compiled": False}
 # In the order of their worth, since the time may end. A resumed training follows its reference,
-# which saved the state.
+# which is the only one that saves the state.
 CONDITIONS = {
     "straight": Condition(reference="straight"),
     "resumed, warm": Condition(reference="straight", changes=_RESUMED, caches="warm"),
@@ -144,34 +146,48 @@ def report(options: BitsOptions, folder: Path) -> str:
     unknown = [name for name in options.conditions if name not in CONDITIONS]
     if unknown:
         raise ConfigError(f"--conditions {unknown[0]} is none of: {'; '.join(CONDITIONS)}.")
-    card, start = find_card(), time.monotonic()
-    rows, num_resumed, num_different = [], 0, 0
+    start = time.monotonic()
+    card = find_card()
+    facts = [
+        *machine(("torch", "transformers", "triton")),
+        f"GPU: {card.name if card else 'none, so that the figures say nothing about one'}",
+        f"GPT-2 with {options.layers} layers, width {options.width}, dropout, bf16; {STEPS} steps, "
+        f"resumed after step {CUT}; blocks compiled by {options.backend}",
+    ]
+    rows: list[list[str]] = []
+    text, num_resumed, num_different = "", 0, 0
     for _ in range(options.repeats):
         digests: dict[str, dict[str, Any]] = {}
         for name, condition in CONDITIONS.items():
             if options.conditions and name not in options.conditions:
                 continue
-            if time.monotonic() - start > options.seconds:
-                rows.append([name, "no time left", "", ""])
-                continue
-            result = _train(options, condition, folder, device="cuda" if card else "cpu")
+            result: dict[str, Any] | str = "no time left"
+            if time.monotonic() - start < options.seconds:
+                result = _train(options, condition, folder, device="cuda" if card else "cpu")
             if isinstance(result, str):
-                rows.append([name, f"failed: {result}", "", ""])
-                continue
-            digests[name] = result
-            expected = digests.get(condition.reference)
-            if expected is None:
-                rows.append([name, "nothing to compare with", "", ""])
-                continue
-            difference = first_difference(expected, result)
-            code = ""
-            if result["code"]:
-                code = "the same" if {*result["code"]} <= {*expected["code"]} else "other"
-            rows.append(_cells(name, difference, code))
-            if name.startswith("reproducible, resumed"):
-                num_resumed += 1
-                num_different += difference is not None
+                rows.append([name, result, "", ""])
+            else:
+                digests[name] = result
+                expected = digests.get(condition.reference)
+                rows.append(_compare(name, result, expected))
+                if expected is not None and name.startswith("reproducible, resumed"):
+                    num_resumed += 1
+                    num_different += first_difference(expected, result) is not None
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+            section = _make_section(rows, num_different=num_different, num_resumed=num_resumed)
+            text = render("Bits", facts, [section])
+            write_report(options, text)
+    return text
+
+
+def _make_section(rows: list[list[str]], *, num_different: int, num_resumed: int) -> Section:
+    """Return the table of all trainings so far, and the goal if one was resumed.
+
+    Args:
+        rows: The rows of the table.
+        num_different: Number of resumed reproducible trainings with other bits.
+        num_resumed: Number of resumed reproducible trainings.
+    """
     goals = []
     if num_resumed:
         goals = [
@@ -182,24 +198,18 @@ def report(options: BitsOptions, folder: Path) -> str:
             )
         ]
     header = ["training", "first step with other bits", "what differs", "generated code"]
-    section = Section(title="Bits after a resume", lines=table(header, rows), goals=goals)
-    facts = [
-        *machine(("torch", "transformers", "triton")),
-        f"GPU: {card.name if card else 'none, so that the figures say nothing about one'}",
-        f"GPT-2 with {options.layers} layers, width {options.width}, dropout, bf16; {STEPS} steps, "
-        f"resumed after step {CUT}; blocks compiled by {options.backend}",
-    ]
-    return render("Bits", facts, [section])
+    return Section(title="Bits after a resume", lines=table(header, rows), goals=goals)
 
 
 def _train(
     options: BitsOptions, condition: Condition, folder: Path, *, device: str
 ) -> dict[str, Any] | str:
-    """Return the digests of a training, or the last words of one that failed."""
+    """Return the digests of a training, or how it failed, with its last words."""
     caches = folder / "caches"
     if condition.caches != "warm":
         shutil.rmtree(caches, ignore_errors=True)
-    if CONDITIONS[condition.reference] is condition:
+    is_reference = CONDITIONS[condition.reference] is condition
+    if is_reference:
         shutil.rmtree(folder / "code", ignore_errors=True)
     setting = Setting(
         folder=str(folder),
@@ -207,6 +217,7 @@ def _train(
         layers=options.layers,
         width=options.width,
         backend=options.backend,
+        saves_state=is_reference,
         **condition.changes,
     )
     done = subprocess.run(
@@ -214,7 +225,7 @@ def _train(
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": search_path(ROOT),
             "TORCHINDUCTOR_CACHE_DIR": str(caches),
             "TRITON_CACHE_DIR": str(caches / "triton"),
             **condition.environment,
@@ -223,13 +234,25 @@ def _train(
         text=True,
     )
     if done.returncode:
-        return " ".join(done.stderr.split())[-300:]
+        return f"failed: {' '.join(done.stderr.split())[-300:]}"
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _cells(name: str, difference: Difference | None, code: str) -> list[str]:
-    """Return the row of a training; `code` says whether its generated code is the same."""
+def _compare(name: str, result: Mapping[str, Any], expected: Mapping[str, Any] | None) -> list[str]:
+    """Return the row of a training.
+
+    Args:
+        name: Its name.
+        result: Its digests.
+        expected: The digests of its reference; None if that has failed.
+    """
+    if expected is None:
+        return [name, "nothing to compare with", "", ""]
+    difference = first_difference(expected, result)
+    code = ""
+    if result["code"]:
+        code = "the same" if {*result["code"]} <= {*expected["code"]} else "other"
     if difference is None:
         return [name, "none", "", code]
     count = len(difference.tensors)

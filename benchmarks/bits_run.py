@@ -24,6 +24,7 @@ class Setting:
         layers: Blocks of the GPT-2.
         width: Its width, a multiple of 32.
         backend: Compiler of the blocks: inductor, or aot_eager to rehearse.
+        saves_state: Whether resumed trainings start from its state.
         compiled: Whether the blocks are compiled.
         reproducible: Whether the settings of `make_compilation_reproducible` hold.
         resumed: Whether it starts from the saved state.
@@ -37,6 +38,7 @@ class Setting:
     layers: int
     width: int
     backend: str
+    saves_state: bool
     compiled: bool = True
     reproducible: bool = False
     resumed: bool = False
@@ -111,10 +113,12 @@ def train(setting: Setting) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if step + 1 == CUT and not setting.resumed:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state, folder / "state.pt")
+                weights = model.state_dict()
+                if setting.saves_state:
+                    state = {"model": weights, "optimizer": optimizer.state_dict()}
+                    torch.save(state, folder / "state.pt")
                 if setting.copies:
-                    copies = copy_to_host(dict(state["model"]), {}, blocking_paths=set())
+                    copies = copy_to_host(dict(weights), {}, blocking_paths=set())
         if setting.keeps_code:
             code_file.save()
     return {"steps": steps, "code": _code_digests()}

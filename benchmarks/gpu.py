@@ -41,6 +41,7 @@ from benchmarks.report import (
     render,
     run_benchmark,
     table,
+    write_report,
 )
 from llm.config.options import option
 from llm.errors import ConfigError
@@ -369,6 +370,8 @@ def section(
         if failed:
             lines += ["", f"{program} failed: {' '.join(failed[0].split())[-300:]}"]
             continue
+        if any(run.get("runs_uncompiled") for run in runs):
+            lines += ["", f"{program}: torch could not compile a part, and ran it as it is."]
         speeds = [1000 * run["batch_size"] * length / run["ms"] for run in runs]
         speed = statistics.median(speeds)
         spread = f" ({min(speeds):,.0f}-{max(speeds):,.0f})" if len(runs) > 1 else ""
@@ -453,8 +456,7 @@ def report(options: GPUBenchmarkOptions, folder: Path) -> str:
 
     def write() -> str:
         text = render_rows(rows, kept.figures, card, flops)
-        if options.output is not None:
-            Path(options.output).write_text(text, encoding="utf-8")
+        write_report(options, text)
         return text
 
     for row in rows:

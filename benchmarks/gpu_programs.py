@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_timing import Program
+from benchmarks.measure import search_path
 from benchmarks.shapes import write_gpt2, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -216,7 +217,7 @@ def our_program(training: Training, folder: Path, flags: Sequence[str]) -> Progr
         ],
         folder=folder,
         line=r"^step +(?P<step>\d+)/",
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": search_path(ROOT)},
         peak=_our_peak if training.on_gpu else None,
     )
 
@@ -245,7 +246,7 @@ def peer_program(name: str, training: Training, folder: Path) -> Program:
         ],
         folder=folder,
         line=r"^step (?P<step>\d+) peak (?P<peak>\d+)",
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": search_path(ROOT)},
     )
 
 

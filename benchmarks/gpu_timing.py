@@ -23,6 +23,8 @@ _USED = "memory.used"
 _LEAST_MARKS = 4
 _PR_SET_PDEATHSIG = 1
 _LAST_LINES = 20
+_COMPILER_WARNINGS = ("WON'T CONVERT", "recompile_limit")
+"""Parts of torch's warnings that it runs a function uncompiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class Timed:
         mhz: Median clock of the multiprocessors while steps counted.
         watts: Median power draw.
         celsius: Median temperature.
+        runs_uncompiled: Whether torch has warned that some code runs uncompiled.
     """
 
     ms: float
@@ -88,6 +91,7 @@ class Timed:
     mhz: float | None
     watts: float | None
     celsius: float | None
+    runs_uncompiled: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures by name."""
@@ -149,6 +153,7 @@ def time_program(program: Program, period: Period, *, limit: float) -> Timed:
         steps=steps,
         first_line=marks[0][0] - began,
         allocated=peak,
+        runs_uncompiled=any(warning in line for line in lines for warning in _COMPILER_WARNINGS),
         **sampler.figures(since=counted[0][0]),
     )
 

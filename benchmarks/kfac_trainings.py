@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kfac_report import StepTimes
-from benchmarks.measure import say
+from benchmarks.measure import say, search_path
 from llm.errors import LLMError
 
 ROOT = Path(__file__).parent.parent
@@ -104,7 +104,7 @@ class _Process:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **limit},
+            env={**os.environ, "PYTHONPATH": search_path(ROOT), **limit},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

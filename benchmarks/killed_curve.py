@@ -4,7 +4,7 @@ python -m benchmarks.killed_curve --output killed_curve.md [--steps 800] [--kill
 
 GPT-2 124M trains on a text: by default source code of this machine, so that nothing needs to be
 carried to it. Both runs are deterministic by default, so all losses must be equal. The report, and
-`OUTPUT.tsv` with both curves, are also written if the time ends before the runs do.
+`OUTPUT.tsv` with both curves, are written after each start.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.corpus import make_corpus
-from benchmarks.gpu import find_card
-from benchmarks.measure import CaseFailed, say
+from benchmarks.gpu import Card, find_card
+from benchmarks.measure import CaseFailed, say, search_path
 from benchmarks.report import (
     Goal,
     ReportOptions,
@@ -31,6 +31,7 @@ from benchmarks.report import (
     render,
     run_benchmark,
     table,
+    write_report,
 )
 from benchmarks.training import ROOT
 from llm.config.options import option
@@ -89,30 +90,29 @@ class _Runs:
         options: The options.
         folder: Folder of the runs.
         text: The file to train on.
+        deadline: When the run in progress is ended, on the clock of `time.monotonic`.
     """
 
-    def __init__(self, options: CurveOptions, folder: Path, text: Path) -> None:
+    def __init__(self, options: CurveOptions, folder: Path, text: Path, *, deadline: float) -> None:
         self._options, self._folder, self._text = options, folder, text
-        self._deadline = time.monotonic() + options.seconds
+        self._deadline = deadline
 
-    def train(self, name: str, kill_at: Sequence[int] = ()) -> list[Part]:
+    def train(self, name: str, kill_at: Sequence[int] = ()) -> Iterator[Part]:
         """Train to the end; kill a start once it has logged each of the steps.
 
-        Returns:
-            The starts; none if the time is over.
+        Yields each start when it has ended; none if the time is over.
 
         Raises:
             CaseFailed: A start ended with an error.
         """
-        parts: list[Part] = []
         for target in (*kill_at, None):
             if time.monotonic() > self._deadline:
-                break
-            parts.append(self._start(name, target))
-            say(f"{name}: {parts[-1]}")
-            if parts[-1].end != "killed":
-                break
-        return parts
+                return
+            part = self._start(name, target)
+            say(f"{name}: {part}")
+            yield part
+            if part.end != "killed":
+                return
 
     def curve(self, name: str) -> dict[int, float]:
         """Return the losses of a run by step."""
@@ -141,7 +141,7 @@ class _Runs:
             process = subprocess.Popen(
                 self._command(name),
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, "PYTHONPATH": search_path(ROOT), "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -222,17 +222,46 @@ def report(options: CurveOptions, folder: Path) -> str:
         ConfigError: The text does not exist.
         CaseFailed: A run ended with an error.
     """
+    deadline = time.monotonic() + options.seconds
     if options.text is not None and not Path(options.text).is_file():
         raise ConfigError(f"--text {options.text} is not a file.")
-    if options.size != "toy" and find_card() is None:
+    card = find_card()
+    if options.size != "toy" and card is None:
         raise ConfigError("--size 124M needs a GPU, and torch sees none; use --size toy.")
     check_folder("output", options.output)
     text = folder / "source_code.jsonl" if options.text is None else Path(options.text).resolve()
     if options.text is None:
         make_corpus(text, options.megabytes)
-    runs = _Runs(options, folder, text)
-    straight_parts = runs.train("straight")
-    killed_parts = runs.train("killed", kill_steps(options.steps, options.kills))
+    runs = _Runs(options, folder, text, deadline=deadline)
+    parts_by_run: dict[str, list[Part]] = {"straight": [], "killed": []}
+    report_text = ""
+    for name, kill_at in (
+        ("straight", ()),
+        ("killed", kill_steps(options.steps, options.kills)),
+    ):
+        for part in runs.train(name, kill_at):
+            parts_by_run[name].append(part)
+            report_text = _render_curves(options, card, text, runs, parts_by_run)
+            write_report(options, report_text)
+    return report_text
+
+
+def _render_curves(
+    options: CurveOptions,
+    card: Card | None,
+    text: Path,
+    runs: _Runs,
+    parts_by_run: Mapping[str, Sequence[Part]],
+) -> str:
+    """Return the report of the starts so far, and write both curves.
+
+    Args:
+        options: The options.
+        card: The GPU, if there is one.
+        text: The file that the runs train on.
+        runs: The runs.
+        parts_by_run: The starts of each run that have ended.
+    """
     straight, killed = runs.curve("straight"), runs.curve("killed")
     if options.output is not None:
         lines = [f"{step}\t{straight[step]}\t{killed.get(step, '')}\n" for step in sorted(straight)]
@@ -241,12 +270,11 @@ def report(options: CurveOptions, folder: Path) -> str:
     num_compared = len(straight.keys() & killed.keys())
     rows = [
         [name, str(part.first_step), str(part.last_step), part.end]
-        for name, parts in (("straight", straight_parts), ("killed", killed_parts))
+        for name, parts in parts_by_run.items()
         for part in parts
     ]
     digests = runs.weights_digest("straight"), runs.weights_digest("killed")
     is_complete = None not in digests
-    card = find_card()
     facts = [
         *machine(("torch", "transformers", "accelerate")),
         f"GPU: {card.name if card else 'none'}",

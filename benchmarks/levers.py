@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.generated import SHAPES, VARIANTS, BlockShape, make_model
-from benchmarks.report import ReportOptions, Section, machine, render, run_benchmark, table
+from benchmarks.report import (
+    ReportOptions,
+    Section,
+    machine,
+    render,
+    run_benchmark,
+    table,
+    write_report,
+)
 from llm.config.options import option
 from llm.errors import ConfigError, one_line
 
@@ -248,41 +256,47 @@ def report(options: LeversOptions, folder: Path) -> str:
         raise ConfigError(f"--device {options.device} is neither cuda nor cpu.")
     is_gpu = options.device == "cuda"
     deadline = time.monotonic() + options.seconds
-    sections = []
-    for part in options.parts or _PARTS:
-        lines = ["Not measured: the kernel needs a GPU."]
-        if is_gpu or part != "softmax":
-            lines = list(_measure_part(options, part, deadline))
-        sections.append(Section(title=part, lines=lines))
     card = torch.cuda.get_device_name() if is_gpu else "a rehearsal on a CPU"
     facts = [*machine(("torch", "transformers")), f"{card}; medians over three rounds, in turn"]
+    sections: list[Section] = []
+    for part in options.parts or _PARTS:
+        if not is_gpu and part == "softmax":
+            reason = "Not measured: the kernel needs a GPU."
+            sections.append(Section(title=part, lines=[reason]))
+            continue
+        cells: list[list[str]] = []
+        sections.append(Section(title=part, lines=[]))
+        for comparison in _PARTS[part](options):
+            if time.monotonic() > deadline:
+                break
+            cells += _measure_and_print(options, comparison)
+            lines = table(["comparison", "kernel", "ms", "of the first", "distance"], cells)
+            sections[-1] = Section(title=part, lines=lines)
+            write_report(options, render("Kernels", facts, sections))
     return render("Kernels", facts, sections)
 
 
-def _measure_part(options: LeversOptions, part: str, deadline: float) -> Iterator[str]:
-    """Yield the lines of a part's table; write each row when it is measured."""
+def _measure_and_print(options: LeversOptions, comparison: Comparison) -> list[list[str]]:
+    """Print a comparison's rows, append them to the file, and return their cells in the report."""
+    try:
+        rows = measure(comparison, options.repeats, options.device)
+    except Exception as error:  # a kernel that fails must not end the lease of a GPU
+        message = f"{type(error).__name__}: {one_line(error)}"
+        rows = [{"comparison": comparison.name, "error": message}]
     cells = []
-    for comparison in _PARTS[part](options):
-        if time.monotonic() > deadline:
-            break
-        try:
-            rows = measure(comparison, options.repeats, options.device)
-        except Exception as error:  # a kernel that fails must not end the lease of a GPU
-            message = f"{type(error).__name__}: {one_line(error)}"
-            rows = [{"comparison": comparison.name, "error": message}]
-        for row in rows:
-            text = json.dumps(row)
-            print(text, flush=True)
-            if options.rows is not None:
-                with open(options.rows, "a", encoding="utf-8") as file:
-                    file.write(text + "\n")
-            if "error" in row:
-                cells.append([row["comparison"], row["error"], "", "", ""])
-                continue
-            distance = "" if row["distance"] is None else f"{row['distance']:.1e}"
-            figures = [f"{row['ms']:.3f}", f"{row['of_baseline']:.3f}", distance]
-            cells.append([row["comparison"], row["kernel"], *figures])
-    yield from table(["comparison", "kernel", "ms", "of the first", "distance"], cells)
+    for row in rows:
+        text = json.dumps(row)
+        print(text, flush=True)
+        if options.rows is not None:
+            with open(options.rows, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+        if "error" in row:
+            cells.append([row["comparison"], row["error"], "", "", ""])
+            continue
+        distance = "" if row["distance"] is None else f"{row['distance']:.1e}"
+        figures = [f"{row['ms']:.3f}", f"{row['of_baseline']:.3f}", distance]
+        cells.append([row["comparison"], row["kernel"], *figures])
+    return cells
 
 
 if __name__ == "__main__":

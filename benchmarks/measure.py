@@ -129,6 +129,14 @@ def run(case: Case) -> Usage:
     )
 
 
+def search_path(root: Path) -> str:
+    """Return PYTHONPATH for a program that imports modules of a folder, and those of this process.
+
+    Packages may be in a folder that only this variable names, as on a machine without a registry.
+    """
+    return os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def say(message: str) -> None:
     """Print progress to the standard error stream, apart from the report."""
     print(message, file=sys.stderr, flush=True)

@@ -72,9 +72,17 @@ def run_benchmark(
     finally:
         signal.signal(signal.SIGTERM, previous)
     print(text)
+    write_report(options, text)
+    return 0
+
+
+def write_report(options: ReportOptions, text: str) -> None:
+    """Write a report into the file of `--output`, if there is one.
+
+    Benchmarks that may be stopped call it after each measurement.
+    """
     if options.output is not None:
         Path(options.output).write_text(text, encoding="utf-8")
-    return 0
 
 
 def check_folder(name: str, path: str | None) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -619,6 +620,53 @@ def test_the_first_other_bits_are_found():
     assert difference == bits.Difference(
         step=5, is_loss_equal=True, tensors=["v"], norms=(2.0, 2.0)
     )
+
+
+def test_trainings_are_reported_before_the_time_ends(tmp_path, monkeypatch):
+    output = tmp_path / "bits.md"
+    results = iter([{"steps": {}, "code": []}, "failed: no kernel", KeyboardInterrupt()])
+
+    def train(*_: object, **__: object) -> object:
+        result = next(results)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr(bits, "_train", train)
+    monkeypatch.setattr(bits, "find_card", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        bits.report(bits.BitsOptions(output=str(output)), tmp_path)
+    rows = rows_of(output.read_text())[1:]
+    assert [row[:2] for row in rows] == [
+        ["| straight", "none"],
+        ["| resumed, warm", "failed: no kernel"],
+    ]
+
+
+def test_a_killed_curve_is_reported_after_each_start_and_in_time(tmp_path, monkeypatch):
+    output = tmp_path / "curve.md"
+    now = [0.0]
+    starts: list[tuple[str, float]] = []
+
+    def start(runs: Any, name: str, kill_at: int | None) -> killed_curve.Part:
+        if starts:
+            raise KeyboardInterrupt  # the time of the machine ends
+        starts.append((name, runs._deadline))
+        return killed_curve.Part(first_step=0, last_step=9, end="finished")
+
+    def make_corpus(path: Path, _: int) -> None:
+        path.write_text("text")
+        now[0] += 30
+
+    monkeypatch.setattr(killed_curve, "make_corpus", make_corpus)
+    monkeypatch.setattr(killed_curve, "find_card", lambda: None)
+    monkeypatch.setattr(killed_curve.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(killed_curve._Runs, "_start", start)
+    options = killed_curve.CurveOptions(size="toy", seconds=100.0, output=str(output))
+    with pytest.raises(KeyboardInterrupt):
+        killed_curve.report(options, tmp_path)
+    assert starts == [("straight", 100.0)]  # the time for the text counts
+    assert "| straight | 0 | 9 | finished |" in output.read_text()
 
 
 def test_a_run_is_killed_once_in_each_part():

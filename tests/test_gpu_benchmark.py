@@ -15,7 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import gpu
 from benchmarks.gpu import Card, Row, goals, rows_of, section
-from benchmarks.gpu_programs import MODELS, flops_per_token, write_model, write_tokens
+from benchmarks.gpu_programs import (
+    MODELS,
+    Training,
+    flops_per_token,
+    our_program,
+    peer_program,
+    write_model,
+    write_tokens,
+)
 from benchmarks.gpu_timing import Period, Program, Sampler, Timed, time_program
 from benchmarks.measure import CaseFailed
 from llm.models.sizes import active_parameters, parameter_counts
@@ -215,6 +223,27 @@ def test_a_program_that_failed_is_named_and_has_no_figures():
         "| 1,980 | 650 | 60 |"
     )
     assert lines[3:] == ["", "plain loop failed: exit code 1: bad"]
+
+
+def test_a_program_that_torch_could_not_compile_is_named(tmp_path):
+    source = """
+        print("[0/0] WON'T CONVERT forward")
+        for step in range(10): print("step", step, 1)
+    """
+    timed = time_program(program(tmp_path, source), Period(warm_up=0, seconds=0), limit=60)
+    assert timed.runs_uncompiled
+    found = {"llm": [{"batch_size": 64, **timed.as_json()}]}
+    lines = section("124M", 1024, found, flops=1e9, peak=None).lines
+    assert lines[-1] == "llm: torch could not compile a part, and ran it as it is."
+
+
+def test_our_trainer_finds_packages_of_a_folder_that_the_user_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    training = Training(
+        model=tmp_path, tokens=tmp_path, shape=MODELS["toy"], length=8, batch_size=1, on_gpu=False
+    )
+    for command in (our_program(training, tmp_path, ()), peer_program("x", training, tmp_path)):
+        assert command.environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}/site"
 
 
 def test_goals_compare_means_of_what_was_measured():

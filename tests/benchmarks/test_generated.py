@@ -63,8 +63,11 @@ def test_the_projects_kernels_fit_the_registers_and_the_memory_of_a_gpu():
 
 
 def test_levers_are_rehearsed_on_a_cpu(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    text = report(LeversOptions(device="cpu", repeats=1, rows=str(rows)), tmp_path)
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "levers.md"
+    text = report(
+        LeversOptions(device="cpu", repeats=1, rows=str(rows), output=str(output)), tmp_path
+    )
+    assert output.read_text() == text  # of the last comparison; the time may end before the next
     assert "Not measured: the kernel needs a GPU." in text
     parsed = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["kernel"] for row in parsed] == ["torch's operations", *VARIANTS, *VARIANTS]
