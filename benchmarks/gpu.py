@@ -117,8 +117,8 @@ class GPUBenchmarkOptions(ReportOptions):
     )
     programs: tuple[str, ...] = option(
         (),
-        "Programs to measure, such as llm and nanoGPT, which alternate with repeats; by default "
-        "all of the parts.",
+        "Programs to measure, in this order, such as llm and nanoGPT, which alternate with "
+        "repeats; by default all of the parts.",
         group="Run",
     )
     seconds: float = option(
@@ -237,7 +237,9 @@ def _programs_of(options: GPUBenchmarkOptions, shape: Model, *, is_first: bool) 
         if not shape.num_experts:
             programs += _OPTIMIZERS if "optimizers" in options.only else ()
             programs += _KFAC if "kfac" in options.only else ()
-    return [name for name in programs if not options.programs or name in options.programs]
+    if not options.programs:
+        return programs
+    return [name for name in options.programs if name in programs]
 
 
 class Kept:

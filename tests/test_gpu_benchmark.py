@@ -275,11 +275,11 @@ def test_every_program_runs_once_before_one_is_repeated():
     assert not any(row.program == "nanoGPT" for row in rows if row.model == "1.1B")
 
 
-def test_only_the_given_programs_run_and_alternate():
+def test_only_the_given_programs_run_in_their_order_and_alternate():
     options = gpu.GPUBenchmarkOptions(
-        models=("124M",), lengths=(1024,), repeats=2, nanogpt="x", programs=("llm", "nanoGPT")
+        models=("124M",), lengths=(1024,), repeats=2, nanogpt="x", programs=("nanoGPT", "llm")
     )
-    assert [row.program for row in rows_of(options)] == ["llm", "nanoGPT", "llm", "nanoGPT"]
+    assert [row.program for row in rows_of(options)] == ["nanoGPT", "llm", "nanoGPT", "llm"]
 
 
 @pytest.mark.parametrize(
@@ -301,9 +301,9 @@ def test_a_program_has_its_options_in_the_precision_of_its_row(h100, tmp_path, m
     names = ["llm, SOAP", "llm, fp16"]
     report = ["--output", str(tmp_path / "report.md")]
     ran = measured(monkeypatch, "--programs", *names, *report, results=[TIMED, TIMED])
-    assert "--mixed_precision fp16 --torch_compile" in ran[0]
-    assert "--optimizer" not in ran[0]
-    assert ran[1].endswith("--mixed_precision bf16 --torch_compile --optimizer soap")
+    assert ran[0].endswith("--mixed_precision bf16 --torch_compile --optimizer soap")
+    assert "--mixed_precision fp16 --torch_compile" in ran[1]
+    assert "--optimizer" not in ran[1]
 
 
 def test_tokens_of_a_large_vocabulary_fit_16_bits(tmp_path):
