@@ -29,10 +29,6 @@ _MAX_INTEGER_BITS = 63
 def read_toml(cls: type, path: Path) -> dict[str, Any]:
     """Read options from the top-level keys of a TOML file.
 
-    Args:
-        cls: Option dataclass.
-        path: The file.
-
     Raises:
         ConfigError: The file is missing or is not TOML, a key is unknown (the error suggests the
             nearest one), or a value has the wrong type.

@@ -117,11 +117,7 @@ class MetricsReporter:
         self._data_wait += seconds
 
     def seconds_per_step(self, step: int) -> float:
-        """Return the mean time of a step in the open interval.
-
-        Args:
-            step: Steps done.
-        """
+        """Return the mean time of a step in the open interval, after `step` steps of the run."""
         return (time.perf_counter() - self._interval_start) / max(1, step - self._interval_step)
 
     def advance_bar(self, step: int) -> None:
@@ -297,10 +293,6 @@ class MetricsReporter:
 
     def write_extension_values(self, values: Mapping[str, float], *, step: int) -> None:
         """Report the values that an extension returns every few steps.
-
-        Args:
-            values: The values by name.
-            step: Steps done.
 
         Raises:
             ConfigError: A value has the name of a value of each logging interval, or is not a

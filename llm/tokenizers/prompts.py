@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 def encode_prompt(
     tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Return the token ids of a text.
-
-    Args:
-        tokenizer: The tokenizer.
-        text: The text.
-        add_special_tokens: Whether to add the tokens of the tokenizer's template.
+    """Return the token ids of a text, by default with the tokens of the tokenizer's template.
 
     Raises:
         DataError: The tokenizer fails on the text.

@@ -17,13 +17,7 @@ logger = logging.getLogger("llm.tokenizers")
 def save_tokenizer_with_model(
     tokenizer: "PreTrainedTokenizerBase", folder: Path, *, trust_remote_code: bool
 ) -> None:
-    """Save a tokenizer in a model's folder; log a warning if `AutoTokenizer` may give other ids.
-
-    Args:
-        tokenizer: The tokenizer.
-        folder: A folder with the model's configuration.
-        trust_remote_code: Whether to run the Python code of a tokenizer.
-    """
+    """Save a tokenizer in a model's folder; log a warning if `AutoTokenizer` may give other ids."""
     tokenizer.save_pretrained(folder)
     mismatch = _find_id_mismatch(tokenizer, folder, trust_remote_code=trust_remote_code)
     if mismatch is not None and getattr(tokenizer, "backend_tokenizer", None) is not None:

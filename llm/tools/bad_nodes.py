@@ -33,11 +33,7 @@ def keep_minority(hosts: Iterable[str], all_hosts: Collection[str]) -> set[str]:
 
 
 def find_hosts_without_devices(descriptions: Mapping[int, Any]) -> set[str]:
-    """Return hosts that lack a device that others have, or where ranks share one.
-
-    Args:
-        descriptions: The description of each rank.
-    """
+    """Return hosts that lack a device that others have, or where ranks share one."""
     has_accelerators = any(rank["device"] != "cpu" for rank in descriptions.values())
     bad_hosts = set()
     used_devices = set()

@@ -96,13 +96,7 @@ class _CheckpointModel:
     def read_shards(
         self, name: str, first_row: int, end_row: int
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Yield the index of each shard in a block of rows, and its values there.
-
-        Args:
-            name: Name of the tensor in the model.
-            first_row: First row of the block.
-            end_row: The row after the block.
-        """
+        """Yield the index of each shard in a block of rows, and its values there."""
         tensor_name = MODEL_TENSORS + name
         for offset, shape, file_path in self._shards[tensor_name]:
             # Opened again for each part, because the pages of a mapped file count as memory until

@@ -72,12 +72,7 @@ class Inputs:
         self._mixture.write_text(json.dumps({**_MIXTURE, "num_experts": num_experts}))
 
     def trainer_arguments(self, folder: Path, *options: str) -> list[str]:
-        """Return the arguments of Python that start the trainer.
-
-        Args:
-            folder: Folder of the run.
-            options: Model, batch, length and everything else.
-        """
+        """Return the arguments of Python that start the trainer in a folder with some options."""
         return [
             *("-m", "llm.trainers.gpt", "--output_dir", str(folder)),
             *("--tokenizer_name", str(self._examples / "tokenizer")),

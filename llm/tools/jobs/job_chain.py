@@ -52,12 +52,7 @@ def make_job_chain(job: JobOptions, site: Site, *, hours: float | None, minutes:
 
 
 def describe_chain(chain: JobChain, job: JobOptions) -> list[str]:
-    """Return the command that submits a chain, and a sentence if the queue takes fewer jobs.
-
-    Args:
-        chain: The chain.
-        job: Its job, with a queue.
-    """
+    """Return the command that submits a chain, and a sentence if the queue takes fewer jobs."""
     notes = []
     if chain.num_jobs < chain.num_needed:
         notes.append(

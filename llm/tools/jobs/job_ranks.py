@@ -14,11 +14,6 @@ from llm.trainers.gpt.seams import choose_layout, make_extensions
 def check_ranks(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
     """Refuse a number of ranks that layout or global batch do not allow.
 
-    Args:
-        config: The options of the trainer.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each of them.
-
     Raises:
         ConfigError: The ranks cannot be divided this way; the message is the trainer's.
     """
@@ -41,9 +36,6 @@ def check_schedule(config: CoreConfig) -> None:
 
     Other units need the model or the data.
 
-    Args:
-        config: The options of the trainer.
-
     Raises:
         ConfigError: The phases do not fit; the message is the trainer's.
     """
@@ -63,11 +55,6 @@ def check_epochs(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None
 
     Without `block_size`, or with a length per parameter, the number of samples depends on the
     model, and a cooldown may end a branch earlier; such runs are not checked.
-
-    Args:
-        config: The options of the trainer.
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each of them.
 
     Raises:
         ConfigError: A source is used up before the end; the message is the trainer's.

@@ -84,13 +84,7 @@ def describe_script(
 
 
 def describe_preparation(job: SchedulerOptions, site: Site, config: PrepareConfig) -> list[str]:
-    """Return sentences about the needs of a preparation's script, its site and the next step.
-
-    Args:
-        job: The job, with a scheduler and a queue.
-        site: Its site.
-        config: The options of `llm-trainers prepare`.
-    """
+    """Return sentences about the needs of a preparation's script, its site and the next step."""
     return [
         *unfilled_notes(job, site),
         *queue_notes(job, site),
@@ -111,12 +105,7 @@ def unfilled_notes(job: SchedulerOptions, site: Site) -> list[str]:
 
 
 def queue_notes(job: SchedulerOptions, site: Site) -> list[str]:
-    """Return sentences about a known site and the queue of a job.
-
-    Args:
-        job: The job, with a queue.
-        site: Its site.
-    """
+    """Return sentences about a known site and the queue of a job."""
     notes = []
     num_nodes = job.nodes + getattr(job, "spare_nodes", 0)
     for queue in site.queues:
@@ -202,11 +191,7 @@ def _fetch_command(config: Any) -> list[str]:
 
 
 def environment_notes(job: SchedulerOptions) -> list[str]:
-    """Return sentences about the environment that the job needs, or takes from here.
-
-    Args:
-        job: The job, with a scheduler.
-    """
+    """Return sentences about the environment that the job needs, or takes from here."""
     notes = []
     if job.venv is not None and not Path(job.venv, "bin", "python").exists():
         notes.append(f"--venv {job.venv} has no bin/python on this machine; the job needs it.")

@@ -22,9 +22,6 @@ _FOLDER_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "LLM_CACHE_
 def find_cache_folders(job: SchedulerOptions) -> dict[str, str]:
     """Return the folders of caches that are set here and that the scheduler does not pass.
 
-    Args:
-        job: The job, with a scheduler.
-
     Returns:
         Absolute paths by variable. `sbatch` passes the environment, and `qsub` does not.
     """
@@ -39,10 +36,6 @@ def find_cache_folders(job: SchedulerOptions) -> dict[str, str]:
 
 def check_job(job: SchedulerOptions, site: Site) -> None:
     """Refuse options that the site does not have, or that break any script.
-
-    Args:
-        job: The job, with a scheduler.
-        site: Its site.
 
     Raises:
         ConfigError: One of them does.
@@ -159,11 +152,6 @@ def write_script(path: str | None, text: str, notes: Sequence[str]) -> None:
 
 def write_file(path: str | None, text: str, *, is_executable: bool = False) -> None:
     """Write a text to a new file, or to standard output.
-
-    Args:
-        path: The file; None for standard output.
-        text: The text.
-        is_executable: Whether it is a script.
 
     Raises:
         ConfigError: The file exists, or cannot be written.

@@ -16,12 +16,7 @@ def site_table(sites: Mapping[str, Site]) -> list[str]:
 
 
 def site_description(name: str, site: Site) -> list[str]:
-    """Return lines with everything that is known about a site, and what is not.
-
-    Args:
-        name: Its name in `--site`.
-        site: The site.
-    """
+    """Return lines with everything that is known about a site, and what is not."""
     facts = {
         "run there by": site.ran,
         "facts of": site.date,

@@ -175,10 +175,6 @@ class Site:
     def bind_ranks(self, *, ranks: int, cores: int) -> str:
         """Return the argument of PALS's `--cpu-bind` for a rank on each device of a node.
 
-        Args:
-            ranks: Number of ranks on the node.
-            cores: Number of cores for each of them.
-
         Raises:
             ConfigError: A socket has fewer cores.
         """

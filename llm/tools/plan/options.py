@@ -100,12 +100,7 @@ def check(options: PlanOptions) -> None:
 
 
 def find_float8_problems(options: PrecisionOptions, device: str) -> list[str]:
-    """Return a sentence for each option that needs float8 products, if a device has none.
-
-    Args:
-        options: The precision of a run.
-        device: A device of `PlanOptions`.
-    """
+    """Return a sentence for each option that needs float8 products, if a device has none."""
     if device in _FLOAT8_DEVICES:
         return []
     remedy_by_flag = {}

@@ -38,10 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summarize_plan(arguments: Sequence[str]) -> tuple[list[str], bool, float | None]:
-    """Plan a run for another program.
-
-    Args:
-        arguments: Options of `llm-trainers plan`.
+    """Plan a run for another program, from options of `llm-trainers plan`.
 
     Returns:
         A few lines about the plan, whether the layout fits, and the hours of the whole run, which

@@ -64,13 +64,7 @@ def _format_run_name(job: Job, plan: Estimate) -> str:
 
 
 def format_summary(job: Job, plan: Estimate, remedy: Mapping[str, Any] | None) -> list[str]:
-    """Return lines about a layout: the run, its memory, its time, and the epochs of its data.
-
-    Args:
-        job: The run.
-        plan: Estimate of the layout.
-        remedy: Options that make it fit; None if it already fits, or nothing helps.
-    """
+    """Return lines about a layout: the run, its memory, its time, and the epochs of its data."""
     memory = f"{_format_gib(plan.memory.total)} of {_format_gib(job.usable_bytes)} on a rank."
     return [
         _format_run_name(job, plan),
@@ -108,14 +102,7 @@ def format_table(job: Job, estimates: list[Estimate]) -> list[str]:
 def plan_json(
     job: Job, plan: Estimate, remedy: Mapping[str, Any] | None, estimates: list[Estimate] | None
 ) -> dict[str, Any]:
-    """Return the numbers of a plan by their keys in the JSON, in bytes, seconds and FLOPs.
-
-    Args:
-        job: The run.
-        plan: Estimate of its layout.
-        remedy: Options that make it fit; None if it already fits, or nothing helps.
-        estimates: Estimates of all layouts; None without a search.
-    """
+    """Return the numbers of a plan by their keys in the JSON, in bytes, seconds and FLOPs."""
     options, days, num_bytes = job.options, days_of_run(job, plan), checkpoint_bytes(job)
     values = {
         "model": _model_name(job),

@@ -81,9 +81,6 @@ def collect_expert_loads(lines: Sequence[dict[str, Any]]) -> list[ExpertLoads]:
     """Return the records in the lines of events.jsonl, without those that a resume took back.
 
     Records of another size than the last one, and those that are not tables of loads, are left out.
-
-    Args:
-        lines: The lines, with any values.
     """
     records: list[ExpertLoads] = []
     for line in lines:

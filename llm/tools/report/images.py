@@ -38,12 +38,6 @@ def write_images(
     If several runs have recorded loads, the files are `experts-1.png` and so on, by the run's
     number in the report.
 
-    Args:
-        runs: The runs to show.
-        comparison: Their comparison.
-        folder: The folder, which is created.
-        x: The x axis.
-
     Returns:
         The files.
 

@@ -31,13 +31,7 @@ _MAX_SILENCE_SECONDS = 3600.0
 
 
 def make_page(runs: list[Run], comparison: Comparison | None, *, x: XAxis) -> str:
-    """Return the page as HTML.
-
-    Args:
-        runs: The runs to show.
-        comparison: Their comparison.
-        x: The x axis when the page is opened.
-    """
+    """Return the page as HTML; `x` is its x axis when it is opened."""
     panels = make_panels(runs)
     loss_panels = comparison.loss_panels if comparison else []
     script, elements = Charts(runs, panels, loss_panels, x=x).embed() if panels else ("", {})

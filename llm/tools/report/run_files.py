@@ -69,10 +69,6 @@ def to_utf8(text: str) -> str:
 def read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
     """Return a file's values by name, without values that are nested deeply.
 
-    Args:
-        path: The file.
-        parse: Parses its text.
-
     Returns:
         The values; none if the file is missing. None if it cannot be read.
     """

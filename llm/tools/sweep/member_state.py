@@ -45,11 +45,7 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Return how far a member is.
-
-    Args:
-        folder: Its folder; it need not exist.
-    """
+    """Return how far a member is; its folder need not exist."""
     outcome = read_stopped_outcome(folder)
     if outcome.state == "finished":
         return outcome
@@ -72,11 +68,7 @@ def read_outcome(folder: Path) -> Outcome:
 
 
 def read_stopped_outcome(folder: Path) -> Outcome:
-    """Return how far a member is that no command runs now.
-
-    Args:
-        folder: Its folder; it need not exist.
-    """
+    """Return how far a member is that no command runs now; its folder need not exist."""
     status = read_table(folder / "status.json", json.loads) or {}
     if status.get("status") == "finished":
         return _finished_outcome(folder)

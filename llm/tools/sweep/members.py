@@ -134,11 +134,7 @@ def member_name(options: Mapping[str, str]) -> str:
 
 
 def option_arguments(options: Mapping[str, str]) -> list[str]:
-    """Return the options of a member as arguments of the trainer.
-
-    Args:
-        options: The values of options as you would type them.
-    """
+    """Return options with values as you would type them, as arguments of the trainer."""
     from llm.trainers.gpt.extensions import GPTConfig
 
     list_options = {name for field in fields(GPTConfig) if field.is_list for name in field.names}

@@ -174,10 +174,7 @@ class Trials:
 
 
 def read_search(search: Sequence[str]) -> "dict[str, BaseDistribution]":
-    """Return the distribution of each option in a search.
-
-    Args:
-        search: The option `search`.
+    """Return the distribution of each option in the option `search`.
 
     Raises:
         ConfigError: An item has neither a range nor values, an option is repeated, or Optuna is

@@ -120,12 +120,6 @@ def read_sweep(
 
     With `--sampler`, the members are those at the ends of the ranges.
 
-    Args:
-        options: Options of the sweep.
-        trainer_arguments: Further arguments of the trainer.
-        nodes: Nodes of a member.
-        nproc_per_node: Processes on each node, or `auto`.
-
     Raises:
         ConfigError: Nothing says what they train or where, nothing varies, or a member cannot run.
     """
