@@ -337,9 +337,7 @@ def _place_job(options: JobOptions, *, num_members: int) -> tuple[JobOptions, Si
         cpus_per_gpu=options.cpus_per_gpu or site.cpus_per_gpu,
         launcher=options.launcher or site.launcher,
     )
-    _check_devices(job, site)
-    _check_launcher(job, site)
-    _check_minutes(job, minutes)
+    _check_resources(job, site, minutes)
     return job, site
 
 
@@ -357,27 +355,19 @@ def _check_run(job: JobOptions, site: Site, arguments: Sequence[str]) -> CoreCon
     return config
 
 
-def _check_devices(job: JobOptions, site: Site) -> None:
-    """Refuse more ranks on a node than the site's node has devices."""
+def _check_resources(job: JobOptions, site: Site, minutes: int) -> None:
+    """Refuse ranks and a launcher that the site's nodes do not have, and no time to train."""
     assert job.gpus_per_node is not None
     if site.device is not None and job.gpus_per_node > site.gpus_per_node:
         raise ConfigError(
             f"--gpus_per_node {job.gpus_per_node} is more than the {site.gpus_per_node} devices of "
             f"a node in {job.queue} of --site {job.site}; choose a smaller number, or leave it out."
         )
-
-
-def _check_launcher(job: JobOptions, site: Site) -> None:
-    """Refuse torchrun where the site's settings need another launcher."""
     if job.launcher == "torchrun" and not site.has_torchrun:
         raise ConfigError(
             f"--launcher torchrun does not work with the settings of --site {job.site}, which need "
             f"{site.launcher}; leave it out."
         )
-
-
-def _check_minutes(job: JobOptions, minutes: int) -> None:
-    """Refuse a job that continues in another one, but has no time to train."""
     for name in ("requeue", "chain"):
         if getattr(job, name) and minutes <= _MIN_MINUTES:
             raise ConfigError(

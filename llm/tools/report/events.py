@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llm.config.duration import Tokens
 from llm.data.batch_schedule import count_steps, plan_batch_phases
@@ -104,40 +104,30 @@ def list_planned_events(
         cooldown_from: Steps done before the cooldown; None without one.
     """
     try:
-        changes = [
-            change for change in _iterate_phase_changes(config, start) if change.step > first_step
+        events = [
+            event
+            for event in _iterate_phase_changes(config, start)
+            if (event.step or 0) > first_step
         ]
     except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError):
-        changes = []  # a person has edited the files, so no run had these options
+        events = []  # a person has edited the files, so no run had these options
     if cooldown_from is not None and cooldown_from >= first_step:
         text = f"the cooldown begins, of {config['cooldown_tokens']:,} tokens"
-        changes.append(_PhaseChange("cooldown", cooldown_from, text))
-    return [
-        Event(kind=change.kind, step=change.step, text=change.text)
-        for change in changes
-        if change.step <= last_step
-    ]
+        events.append(Event(kind="cooldown", step=cooldown_from, text=text))
+    return [event for event in events if (event.step or 0) <= last_step]
 
 
-class _PhaseChange(NamedTuple):
-    """A change of the batch or the data at a step."""
-
-    kind: str
-    step: int
-    text: str
-
-
-def _iterate_phase_changes(config: dict[str, Any], start: dict[str, Any]) -> Iterator[_PhaseChange]:
+def _iterate_phase_changes(config: dict[str, Any], start: dict[str, Any]) -> Iterator[Event]:
     """Yield each planned change of the batch size and the data stage, including future ones."""
     if "block_size" not in start or "global_batch_size" not in start:
         return
     phases = plan_batch_phases(start["global_batch_size"], block_size=start["block_size"])
     for step, _, size in phases[1:]:
-        yield _PhaseChange("batch", step, f"the batch grows to {size:,} samples")
+        yield Event(kind="batch", step=step, text=f"the batch grows to {size:,} samples")
     for stage_number, (previous_stage, stage) in enumerate(
         pairwise(config.get("data_stage") or []), start=2
     ):
         num_samples = Fraction(Tokens(previous_stage["until"]), start["block_size"])
         paths = " ".join(Path(str(word)).name for word in stage["data_path"])
         step = math.ceil(count_steps(phases, num_samples))
-        yield _PhaseChange("stage", step, f"data stage {stage_number}: {paths}")
+        yield Event(kind="stage", step=step, text=f"data stage {stage_number}: {paths}")

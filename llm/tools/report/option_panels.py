@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from llm.config.duration import Duration, Tokens
+from llm.tools.report.panels import panel_name
 from llm.tools.report.ranking import Ranking, format_options
 from llm.tools.report.run_files import MAX_COUNT
 from llm.tools.report.runs import natural_key
@@ -98,7 +99,7 @@ def _make_category_panel(ranking: Ranking, name: str) -> LossPanel:
     categories = sorted(set(texts), key=natural_key)
     max_length = max(6, _LABEL_CHARACTERS // len(categories))
     return LossPanel(
-        name=_file_name(name),
+        name=f"option_{panel_name(name)}",
         title=name,
         ticks={place: _shorten_middle(text, max_length) for place, text in enumerate(categories)},
         points={
@@ -120,7 +121,7 @@ def _make_number_panel(
     is_log = min(x_values) > 0
     ticks = dict(sorted(zip(x_values, labels, strict=True)))
     return LossPanel(
-        name=_file_name(name),
+        name=f"option_{panel_name(name)}",
         title=name,
         unit=unit,
         log=is_log,
@@ -212,11 +213,6 @@ def _has_room(x_values: Sequence[float], *, log: bool) -> bool:
     scaled = [math.log(x) if log else x for x in x_values]
     gaps = [current - previous for previous, current in pairwise(scaled)]
     return min(gaps) > _MIN_TICK_GAP * (scaled[-1] - scaled[0])
-
-
-def _file_name(option_name: str) -> str:
-    """Return the name of a panel, which is also a file name."""
-    return "option_" + "".join(letter if letter.isalnum() else "_" for letter in option_name)
 
 
 def _shorten_middle(text: str, max_length: int) -> str:

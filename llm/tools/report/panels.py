@@ -221,7 +221,7 @@ def choose_time_unit(seconds: float) -> tuple[float, str]:
 
 def _make_metric_panel(key: str) -> Panel:
     """Return the panel of a metric without a known one, such as a metric of `--eval_metrics`."""
-    name = _panel_name(key)
+    name = panel_name(key)
     label = key.removeprefix("eval_").replace("_", " ")
     if key.startswith(("eval_", "loss/")):
         return _make_loss_panel(key)
@@ -245,7 +245,7 @@ def _make_loss_panel(key: str) -> Panel:
     _, _, source = key.partition("loss/")
     metric = key.removeprefix("eval_").replace("_", " ")
     return Panel(
-        name=_panel_name(key),
+        name=panel_name(key),
         title=f"{split} loss, {source}" if source else f"{split} {metric}",
         keys=(key, key.replace("eval_", "eval_ema_")),
         unit=_NATS if source else "",
@@ -253,8 +253,8 @@ def _make_loss_panel(key: str) -> Panel:
     )
 
 
-def _panel_name(key: str) -> str:
-    """Return the name of a metric's panel, which is also a file name."""
+def panel_name(key: str) -> str:
+    """Return the name of the panel of a metric or an option, which is also a file name."""
     return "".join(letter if letter.isalnum() else "_" for letter in key)
 
 
