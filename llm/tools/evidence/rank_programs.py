@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llm.errors import ParallelError
 from llm.runtime.world import World, ignore_ranks
@@ -30,14 +30,6 @@ _REPLY_SECONDS = 30.0
 _MAX_OUTPUT_BYTES = 6000
 """Bytes of the end of a program's output that a rank sends to rank 0."""
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-
-
-class Process(Protocol):
-    """A program that runs, such as a `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +169,7 @@ def _run_program(
 
 def start_program(
     command: Sequence[str], environment: Mapping[str, str], log_path: Path
-) -> Process:
+) -> subprocess.Popen[bytes]:
     """Start a program in a new process group; its output goes into a file."""
     with log_path.open("wb") as log:
         return subprocess.Popen(

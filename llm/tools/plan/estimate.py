@@ -290,36 +290,6 @@ class Estimate:
     tokens_per_second: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _StepCosts:
-    """The work that determines the time of a step.
-
-    Attributes:
-        flops: FLOPs of a rank of the slowest stage.
-        peak_flops: FLOP/s of the device at its peak.
-        bubble: Fraction of a step that pipeline stages wait.
-        exposed_seconds: Time of the transfers that no arithmetic hides.
-        overlapped_seconds: Time of the transfers that arithmetic can hide.
-        optimizer_seconds: Time of the optimizer, which the memory's bandwidth limits.
-    """
-
-    flops: float
-    peak_flops: float
-    bubble: float
-    exposed_seconds: float
-    overlapped_seconds: float
-    optimizer_seconds: float
-
-    def seconds_at(self, efficiency: float) -> float:
-        """Return the time of a step at a fraction of the device's peak.
-
-        Overlapped transfers add only the time by which they are longer than the rest.
-        """
-        compute_seconds = self.flops / (self.peak_flops * efficiency)
-        busy_seconds = (compute_seconds + self.exposed_seconds) / (1 - self.bubble)
-        return max(busy_seconds, self.overlapped_seconds) + self.optimizer_seconds
-
-
 def estimate(job: Job, dims: ParallelDims) -> Estimate:
     """Estimate a layout.
 
@@ -342,19 +312,24 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
     device, is_fp32 = job.device, job.options.mixed_precision == "no"
     # The optimizer reads and writes weights and moments and reads gradients.
     optimizer_bytes = 2 * memory.weights + 2 * memory.optimizer + FP32 * memory.parameters
-    costs = _StepCosts(
-        flops=(max(stage_flops) + excess_flops) * batches.accumulation,
-        peak_flops=(device.fp32_tflops if is_fp32 else device.tflops) * 1e12,
-        bubble=bubble,
-        exposed_seconds=sum(
-            transfer.seconds(job) for transfer in transfers_of_rank if not transfer.overlapped
-        ),
-        overlapped_seconds=sum(
-            transfer.seconds(job) for transfer in transfers_of_rank if transfer.overlapped
-        ),
-        optimizer_seconds=optimizer_bytes / (device.bandwidth * 1e9),
+    optimizer_seconds = optimizer_bytes / (device.bandwidth * 1e9)
+    rank_flops = (max(stage_flops) + excess_flops) * batches.accumulation
+    peak_flops = (device.fp32_tflops if is_fp32 else device.tflops) * 1e12
+    exposed_seconds = sum(
+        transfer.seconds(job) for transfer in transfers_of_rank if not transfer.overlapped
     )
-    step_seconds = costs.seconds_at(job.efficiency)
+    overlapped_seconds = sum(
+        transfer.seconds(job) for transfer in transfers_of_rank if transfer.overlapped
+    )
+
+    def seconds_at(efficiency: float) -> float:
+        """Return the time of a step at a fraction of the device's peak."""
+        compute_seconds = rank_flops / (peak_flops * efficiency)
+        busy_seconds = (compute_seconds + exposed_seconds) / (1 - bubble)
+        # Overlapped transfers add only the time by which they are longer than the rest.
+        return max(busy_seconds, overlapped_seconds) + optimizer_seconds
+
+    step_seconds = seconds_at(job.efficiency)
     return Estimate(
         dims=dims,
         micro_batches=batches.accumulation,
@@ -364,7 +339,7 @@ def estimate(job: Job, dims: ParallelDims) -> Estimate:
         flops_per_step=sum(stage_flops) * batches.accumulation * (dims.world_size // dims.pipeline),
         bubble=bubble,
         transfers=transfers_of_rank,
-        floor_seconds=costs.seconds_at(1.0),
+        floor_seconds=seconds_at(1.0),
         step_seconds=step_seconds,
         tokens_per_second=tokens / step_seconds,
     )

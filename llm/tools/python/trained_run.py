@@ -87,11 +87,9 @@ class Run:
         """
         from transformers import AutoModelForCausalLM
 
-        with tempfile.TemporaryDirectory() as temporary_folder:
-            folder = self._locate_model(Path(temporary_folder), trust_remote_code=trust_remote_code)
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                folder, trust_remote_code=trust_remote_code
-            )
+        model: PreTrainedModel = self._load_part(
+            AutoModelForCausalLM, trust_remote_code=trust_remote_code
+        )
         return model
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
@@ -102,23 +100,22 @@ class Run:
         """
         from transformers import AutoTokenizer
 
-        with tempfile.TemporaryDirectory() as temporary_folder:
-            folder = self._locate_model(Path(temporary_folder), trust_remote_code=trust_remote_code)
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code
-            )
+        tokenizer: PreTrainedTokenizerBase = self._load_part(
+            AutoTokenizer, trust_remote_code=trust_remote_code
+        )
         return tokenizer
 
-    def _locate_model(self, target: Path, *, trust_remote_code: bool) -> Path:
-        """Return a folder with the model; a checkpoint is exported below `target`."""
+    def _load_part(self, auto_class: Any, *, trust_remote_code: bool) -> Any:
+        """Load the model or the tokenizer by its class; a checkpoint is exported first."""
         if self.status == "finished":
-            return self.path
+            return auto_class.from_pretrained(self.path, trust_remote_code=trust_remote_code)
         if not list_checkpoint_folders(self.path / "checkpoints"):
             raise CheckpointError(f"{self.path} has no model: it has neither finished nor saved.")
-        export = target / "model"
-        arguments = [str(self.path), "--export", "latest", str(export)]
-        run_program("checkpoints", [*arguments, *["--trust_remote_code"] * trust_remote_code])
-        return export
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            export = f"{temporary_folder}/model"
+            arguments = [str(self.path), "--export", "latest", export]
+            run_program("checkpoints", [*arguments, *["--trust_remote_code"] * trust_remote_code])
+            return auto_class.from_pretrained(export, trust_remote_code=trust_remote_code)
 
     def _read_json(self, name: str) -> dict[str, Any]:
         """Return the contents of a file in the folder; empty if it does not exist."""
