@@ -45,7 +45,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Main:
             exit_code = main(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-            discard_output(sys.stdout)
+            discard_output()
             return 128 + signal.SIGPIPE
         except LLMError as error:
             return _report_error(str(error))

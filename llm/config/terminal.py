@@ -33,13 +33,13 @@ def text_for(stream: IO[str], text: str) -> str:
     return escape_controls(text) if stream.isatty() else text
 
 
-def discard_output(stream: IO[str]) -> None:
-    """Send what is left in a stream, and what follows, to the null device.
+def discard_output() -> None:
+    """Send what is left in standard output, and what follows, to the null device.
 
     Otherwise Python would try again to write it when it ends, and would exit with code 120.
     """
     with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as null:
-        os.dup2(null.fileno(), stream.fileno())
+        os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def flush_output() -> bool:
@@ -51,6 +51,6 @@ def flush_output() -> bool:
     try:
         sys.stdout.flush()
     except OSError:
-        discard_output(sys.stdout)
+        discard_output()
         return False
     return True

@@ -59,7 +59,7 @@ class _ConsoleHandler(logging.Handler):
             sys.stdout.flush()
         except Exception as error:  # training and log.txt continue
             if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
-                discard_output(sys.stdout)
+                discard_output()
 
 
 def set_up_logging(*, rank: int, level_of_other_ranks: int = logging.WARNING) -> None:
