@@ -43,11 +43,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        names: Sequence[str] = ("loss",),
-        *,
-        rank: int,
+        self, device: torch.device, names: Sequence[str] = ("loss",), *, rank: int
     ) -> None:
         self._rank, self._names = rank, names
         self._names_with_count = [name for name in names if f"#{name}" in names]

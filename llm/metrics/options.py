@@ -15,12 +15,10 @@ class LoggingOptions:
 
     logging_steps: int = option(10, "Steps between lines of the log.", at_least=1)
     report_to: tuple[str, ...] = option(
-        ("tensorboard",),
-        "Trackers of the metrics (tensorboard, wandb, ...), or none.",
+        ("tensorboard",), "Trackers of the metrics (tensorboard, wandb, ...), or none."
     )
     project_name: str | None = option(
-        None,
-        "Project in trackers; by default $WANDB_PROJECT for wandb, else llm.",
+        None, "Project in trackers; by default $WANDB_PROJECT for wandb, else llm."
     )
     metrics_file: str | None = option(
         None,

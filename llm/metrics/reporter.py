@@ -179,11 +179,7 @@ class MetricsReporter:
         extra_values |= _merge_extension_values(extension_values, reserved_names)
         record |= extra_values
         self._output_interval(
-            record,
-            extra_values,
-            step=step,
-            global_batch_size=global_batch_size,
-            columns=columns,
+            record, extra_values, step=step, global_batch_size=global_batch_size, columns=columns
         )
 
     def _output_interval(

@@ -75,31 +75,17 @@ _ROW_FORMAT = "{:>10}  {:>15}  {:>9}  {:<16}  {:>5}  {}"
 class CoreCheckpointsOptions:
     """The run, and the action on its checkpoints."""
 
-    run: str = option(
-        "",
-        "Folder of the run or of its checkpoints.",
-        path=True,
-    )
-    verify: bool = option(
-        False,
-        "Compare every byte with its checksum; exit with 1 on damage.",
-    )
+    run: str = option("", "Folder of the run or of its checkpoints.", path=True)
+    verify: bool = option(False, "Compare every byte with its checksum; exit with 1 on damage.")
     export: tuple[str, ...] = option(
         (),
         "STEP DIR: export a checkpoint (a number, latest or best) as a Hugging Face folder.",
         path=True,
     )
     last: int = option(
-        5,
-        "average RUN: newest checkpoints to average.",
-        at_least=1,
-        requires=("output",),
+        5, "average RUN: newest checkpoints to average.", at_least=1, requires=("output",)
     )
-    output: str | None = option(
-        None,
-        "average RUN: folder for the mean of the weights.",
-        path=True,
-    )
+    output: str | None = option(None, "average RUN: folder for the mean of the weights.", path=True)
     trust_remote_code: bool = option(
         False,
         "Run Python code that comes with a model, tokenizer or data set.",

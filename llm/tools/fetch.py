@@ -52,9 +52,7 @@ class CoreFetchOptions:
     )
     dataset_name: str | None = option(None, "Data set.", path=True, aliases=("dataset",))
     dataset_config_name: str | None = option(
-        None,
-        "Configuration (subset) of dataset_name to download.",
-        requires=("dataset_name",),
+        None, "Configuration (subset) of dataset_name to download.", requires=("dataset_name",)
     )
     eval_metrics: tuple[str, ...] = option(
         (), "Metrics of the evaluate library.", aliases=("metrics",)
@@ -217,11 +215,7 @@ def _is_on_hub(name: str | None) -> TypeGuard[str]:
 @contextlib.contextmanager
 def _explain_hub_errors(option_name: str, name: str) -> Iterator[None]:
     """Raise errors of the Hub's client as a ConfigError of one sentence."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     if (problem := find_connection_problem()) is not None:
         raise _make_download_error(option_name, name, problem)

@@ -61,17 +61,8 @@ class GenerateOptions:
     trust_remote_code: bool = option(
         False, "Run Python code that comes with a model, tokenizer or data set.", group="Model"
     )
-    prompt: str = option(
-        "",
-        "Beginning of the text; - reads standard input.",
-        group="Text",
-    )
-    max_new_tokens: int = option(
-        200,
-        "Maximum tokens of a text.",
-        group="Text",
-        at_least=1,
-    )
+    prompt: str = option("", "Beginning of the text; - reads standard input.", group="Text")
+    max_new_tokens: int = option(200, "Maximum tokens of a text.", group="Text", at_least=1)
     num_samples: int = option(1, "Texts to write.", group="Text", at_least=1)
     temperature: float | None = option(
         None,
@@ -91,9 +82,7 @@ class GenerateOptions:
         at_most=1,
     )
     seed: int | None = option(
-        None,
-        "Seed of the first text; by default drawn and printed.",
-        at_least=0,
+        None, "Seed of the first text; by default drawn and printed.", at_least=0
     )
 
 

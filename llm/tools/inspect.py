@@ -44,11 +44,7 @@ class InspectOptions:
         group="Token files",
         path=True,
     )
-    verify: bool = option(
-        False,
-        "Read everything; exit with 1 on damage.",
-        group="Token files",
-    )
+    verify: bool = option(False, "Read everything; exit with 1 on damage.", group="Token files")
     step: int | None = option(
         None,
         "Show the text of this step of a run, counted from 1.",
@@ -72,9 +68,7 @@ class InspectOptions:
     documents: int = option(3, "Documents to show, from the first.", at_least=0)
     tokens: int = option(60, "Tokens to show per document.", at_least=0)
     tokenizer_name: str | None = option(
-        None,
-        "Tokenizer of the text; by default the one that made the files.",
-        path=True,
+        None, "Tokenizer of the text; by default the one that made the files.", path=True
     )
     trust_remote_code: bool = option(
         False, "Run Python code that comes with a model, tokenizer or data set."
@@ -376,9 +370,7 @@ def _summarize_ends(
 
 
 def _describe_contents(
-    file: "AnyTokenFile",
-    options: InspectOptions,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    file: "AnyTokenFile", options: InspectOptions, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[str]:
     """Describe the first documents, or the first tokens if documents are not known."""
     import numpy as np

@@ -58,10 +58,7 @@ class PreflightOptions:
         60.0, "Seconds for all ranks to answer, and again to communicate.", above=0, at_most=86_400
     )
     message_mb: int = option(
-        64,
-        "MiB that are reduced and broadcast.",
-        at_least=1,
-        at_most=1_000_000,
+        64, "MiB that are reduced and broadcast.", at_least=1, at_most=1_000_000
     )
     bad_nodes: str | None = option(None, "Add hosts that fail to this file.", path=True)
 
@@ -109,11 +106,7 @@ def describe_rank(world: World) -> dict[str, Any]:
 
     device = device_of(world)
     kind, device_id = platform.machine(), None
-    versions = {
-        "llm": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    versions = {"llm": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind, device_id = properties.name, str(properties.uuid)

@@ -12,15 +12,9 @@ class EvidenceOptions:
     """The file to write, and the time for it."""
 
     output: str = option("evidence.json", "File to write, which must not exist.", path=True)
-    minutes: float = option(
-        20.0,
-        "Minutes for all parts together.",
-        above=0,
-        at_most=1440,
-    )
+    minutes: float = option(20.0, "Minutes for all parts together.", above=0, at_most=1440)
     parts: tuple[PartName, ...] = option(
-        ("preflight", "losses", "resume", "layouts", "speed"),
-        "Parts to run.",
+        ("preflight", "losses", "resume", "layouts", "speed"), "Parts to run."
     )
     site: str | None = option(
         None,

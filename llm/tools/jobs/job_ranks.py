@@ -20,11 +20,7 @@ def check_ranks(config: CoreConfig, *, nodes: int, ranks_per_node: int) -> None:
     num_ranks = nodes * ranks_per_node
     dims = make_parallel_dims(config, num_ranks)
     choose_layout(
-        config,
-        make_extensions(config),
-        ranks=num_ranks,
-        ranks_per_node=ranks_per_node,
-        start=None,
+        config, make_extensions(config), ranks=num_ranks, ranks_per_node=ranks_per_node, start=None
     )
     # Without the length, because it may need the model and the data.
     config = replace(config, max_duration=Duration("1 epoch"))

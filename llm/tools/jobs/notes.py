@@ -20,14 +20,7 @@ from llm.trainers.gpt.config import CoreConfig
 _OUTPUT_OPTIONS = ("output_dir", "metrics_file", "output_prefix")
 """Options with a path that a run or a preparation creates."""
 
-_FILE_OPTIONS = {
-    "data_path",
-    "train_file",
-    "validation_file",
-    "vocab_file",
-    "merges_file",
-    "input",
-}
+_FILE_OPTIONS = {"data_path", "train_file", "validation_file", "vocab_file", "merges_file", "input"}
 """Options that name files only. Others, such as tokenizer_name, also take names on the Hub."""
 
 _LOGIN_BY_TOKEN = {"HF_TOKEN": "hf auth login", "WANDB_API_KEY": "wandb login"}

@@ -11,8 +11,7 @@ class SchedulerOptions:
 
     scheduler: Literal["slurm", "pbs"] | None = option(None, "slurm or pbs; by default the site's.")
     site: str = option(
-        "generic",
-        "Site: a name of --list_sites, or a TOML file as --detect drafts it.",
+        "generic", "Site: a name of --list_sites, or a TOML file as --detect drafts it."
     )
     nodes: int = option(1, "Nodes of the job.", at_least=1)
     time: str = option("6:00:00", "Time limit, such as 1-12:00:00.")
@@ -22,10 +21,7 @@ class SchedulerOptions:
         "By default the site's first one that accepts this size.",
         aliases=("partition", "qos"),
     )
-    venv: str | None = option(
-        None,
-        "Virtual environment; by default the active one, or venv.",
-    )
+    venv: str | None = option(None, "Virtual environment; by default the active one, or venv.")
     output: str | None = option(None, "File to write; by default standard output.", path=True)
 
 
@@ -41,14 +37,8 @@ class JobOptions(SchedulerOptions):
     """A training job and its resources."""
 
     name: str = option("pretrain", "Name of the job.")
-    detect: bool = option(
-        False,
-        "Draft the TOML file of an unlisted site from its scheduler.",
-    )
-    list_sites: bool = option(
-        False,
-        "Print the known sites, or with --site all about one.",
-    )
+    detect: bool = option(False, "Draft the TOML file of an unlisted site from its scheduler.")
+    list_sites: bool = option(False, "Print the known sites, or with --site all about one.")
     gpus_per_node: int | None = option(
         None, "Ranks per node; by default the site's, or 4.", at_least=1
     )
@@ -61,14 +51,9 @@ class JobOptions(SchedulerOptions):
         "torchrun on each node, or task_per_gpu: tasks of srun or mpiexec; by default the site's, "
         "or torchrun.",
     )
-    skip_plan: bool = option(
-        False,
-        "Write the script even if the run does not fit the device.",
-    )
+    skip_plan: bool = option(False, "Write the script even if the run does not fit the device.")
     spare_nodes: int = option(
-        0,
-        "Further nodes to replace those that fail the pre-flight.",
-        at_least=0,
+        0, "Further nodes to replace those that fail the pre-flight.", at_least=0
     )
     requeue: bool = option(False, "Save before the time limit, and requeue the job (Slurm).")
     chain: bool = option(False, "Save before the time limit, and resume in the next job (PBS).")

@@ -82,10 +82,7 @@ def check(options: PlanOptions) -> None:
     Raises:
         ConfigError: One message with a sentence for each fault.
     """
-    problems = [
-        *find_planned_run_problems(options),
-        *find_float8_problems(options, options.device),
-    ]
+    problems = [*find_planned_run_problems(options), *find_float8_problems(options, options.device)]
     for extension in make_extensions(options):
         try:
             extension.bytes_per_parameter()

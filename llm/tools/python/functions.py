@@ -53,9 +53,7 @@ def train(*, num_processes: int = 1, show: bool = True, **options: OptionValue) 
     run = Run(_find_output_dir(arguments))
     earlier_status = _read_status_file(run)
     output, exit_code = _run_trainer(
-        arguments,
-        num_processes=num_processes,
-        display=make_display(run.path) if show else None,
+        arguments, num_processes=num_processes, display=make_display(run.path) if show else None
     )
     # torchrun hides the exit codes of its processes. A refused start leaves the former status.
     has_stopped = exit_code == EXIT_PREEMPTED or (

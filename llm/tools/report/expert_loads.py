@@ -157,11 +157,7 @@ def _is_load_table(table: Any) -> TypeGuard[list[list[float]]]:
 
 
 def _make_map(
-    loads: npt.NDArray[np.float64],
-    *,
-    title: str,
-    layers: Sequence[int],
-    columns: tuple[str, str],
+    loads: npt.NDArray[np.float64], *, title: str, layers: Sequence[int], columns: tuple[str, str]
 ) -> HeatMap:
     """Return the map of a table of loads.
 

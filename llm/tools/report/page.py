@@ -11,12 +11,7 @@ from markupsafe import Markup
 from llm import __version__
 from llm.metrics.set_scores import set_score_title
 from llm.metrics.wall_time import describe_goodput
-from llm.tools.report.cell_text import (
-    format_count,
-    format_duration,
-    format_option,
-    format_short,
-)
+from llm.tools.report.cell_text import format_count, format_duration, format_option, format_short
 from llm.tools.report.charts import MARKS, Charts
 from llm.tools.report.comparison import Comparison
 from llm.tools.report.events import Event

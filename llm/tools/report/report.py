@@ -32,21 +32,11 @@ _HEAD_BYTES = 1 << 14
 class ReportOptions:
     """The runs to show, and the files to write."""
 
-    runs: tuple[str, ...] = option(
-        (),
-        "Folders of runs, or of such folders.",
-        path=True,
-    )
+    runs: tuple[str, ...] = option((), "Folders of runs, or of such folders.", path=True)
     output: str | None = option(
-        None,
-        "HTML file to write; by default report.html in the first run.",
-        path=True,
+        None, "HTML file to write; by default report.html in the first run.", path=True
     )
-    png: str | None = option(
-        None,
-        "Folder for the charts as PNG files.",
-        path=True,
-    )
+    png: str | None = option(None, "Folder for the charts as PNG files.", path=True)
     x: Literal["steps", "tokens", "time"] = option("steps", "The x axis: steps, tokens or time.")
 
 

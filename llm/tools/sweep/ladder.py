@@ -236,11 +236,7 @@ def _fit_size(size: str, model: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ConfigError("a size is a number of parameters such as 60M or 1.3B.") from None
     num_layers, hidden_size, num_heads = fit_shape(size, read_model_fields(model))
-    shape = {
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_heads,
-    }
+    shape = {"num_layers": num_layers, "hidden_size": hidden_size, "num_attention_heads": num_heads}
     total = count_parameters(read_model_fields({**model, **shape})).total
     if abs(total / num_parameters - 1) > SIZE_TOLERANCE:
         raise ConfigError(

@@ -10,14 +10,10 @@ class SweepOptions:
     """The members of a sweep, and how they run."""
 
     base: str | None = option(
-        None,
-        "TOML file for all members; further options follow after --.",
-        path=True,
+        None, "TOML file for all members; further options follow after --.", path=True
     )
     output_dir: str | None = option(
-        None,
-        "Folder of the sweep; by default sweeps/NAME of the TOML file.",
-        path=True,
+        None, "Folder of the sweep; by default sweeps/NAME of the TOML file.", path=True
     )
     grid: tuple[str, ...] = option(
         (),
@@ -46,20 +42,13 @@ class SweepOptions:
         "compute_optimal.",
     )
     tokens_per_parameter: tuple[float, ...] = option(
-        (20.0,),
-        "Lengths of a ladder; several branch off one run.",
-        requires=("ladder",),
-        above=0,
+        (20.0,), "Lengths of a ladder; several branch off one run.", requires=("ladder",), above=0
     )
     max_members: int = option(100, "Maximum members.", at_least=1)
     nproc_per_node: int | Literal["auto"] = option(
-        1,
-        "Processes of a member per node; auto: one per GPU.",
-        at_least=1,
+        1, "Processes of a member per node; auto: one per GPU.", at_least=1
     )
     nodes: int = option(
-        1,
-        "Nodes of a member; a larger job runs several members at once.",
-        at_least=1,
+        1, "Nodes of a member; a larger job runs several members at once.", at_least=1
     )
     status: bool = option(False, "Only show the members and their states.")

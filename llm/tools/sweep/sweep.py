@@ -48,13 +48,7 @@ def main(argv: Sequence[str]) -> int:
         outcomes = read_outcomes(base, members if trials is None else trials.members())
         sys.stdout.write(make_table(base, outcomes))
         return exit_code(outcomes)
-    runs = MemberRuns(
-        base,
-        members,
-        slots=slots,
-        nproc_per_node=nproc_per_node,
-        trials=trials,
-    )
+    runs = MemberRuns(base, members, slots=slots, nproc_per_node=nproc_per_node, trials=trials)
     runs.run()
     outcomes = runs.outcomes
     if trials is not None:  # with the trials of other commands
