@@ -21,6 +21,9 @@ from llm.tools.report.ranking import make_ranking_table
 from llm.tools.report.run_files import is_count
 from llm.tools.report.runs import Run, XAxis, best_evaluation
 
+Cell = Callable[[Run], str | None]
+"""A function that returns the text of a run's cell; None for an empty one."""
+
 _MAX_SILENCE_SECONDS = 3600.0
 """If a run has written nothing for longer, the page says that it may be dead."""
 
@@ -80,7 +83,7 @@ def _load_page_template() -> jinja2.Template:
 
 def make_summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return the rows of the summary: a name, and a cell for each run."""
-    rows: list[tuple[str, Callable[[Run], str | None]]] = [
+    rows: list[tuple[str, Cell]] = [
         ("Status", _status_cell),
         ("Made of", _origin_cell),
         ("Model", _model_cell),
@@ -88,42 +91,24 @@ def make_summary_rows(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("Experts", lambda run: run.start.get("experts")),
         ("Devices", _devices_cell),
         ("Steps", _steps_cell),
-        ("Tokens", lambda run: _format_or_none(run.last("tokens"), format_count)),
-        ("Training time", lambda run: _format_or_none(run.last("seconds"), format_duration)),
+        ("Tokens", _last_cell("tokens", format_count)),
+        ("Training time", _last_cell("seconds", format_duration)),
         ("Tokens/s, mean", _speed_cell),
         ("Goodput", _goodput_cell),
-        (
-            "Device hours",
-            lambda run: _format_or_none(run.goodput.get("device_hours"), "{:.3g}".format),
-        ),
-        (
-            "Energy, joules",
-            lambda run: _format_or_none(run.goodput.get("energy_joules"), "{:,.4g}".format),
-        ),
-        (
-            "Tokens/joule",
-            lambda run: _format_or_none(run.goodput.get("tokens_per_joule"), "{:.3g}".format),
-        ),
-        ("Training loss, last", lambda run: _format_or_none(run.last("loss"), "{:.4f}".format)),
-        (
-            "Validation loss, last",
-            lambda run: _format_or_none(run.last("eval_loss"), "{:.4f}".format),
-        ),
+        ("Device hours", _wall_time_cell("device_hours", "{:.3g}".format)),
+        ("Energy, joules", _wall_time_cell("energy_joules", "{:,.4g}".format)),
+        ("Tokens/joule", _wall_time_cell("tokens_per_joule", "{:.3g}".format)),
+        ("Training loss, last", _last_cell("loss", "{:.4f}".format)),
+        ("Validation loss, last", _last_cell("eval_loss", "{:.4f}".format)),
         ("Validation loss, best", _best_cell),
-        (
-            "Moving average, last",
-            lambda run: _format_or_none(run.last("eval_ema_loss"), "{:.4f}".format),
-        ),
-        (
-            "Perplexity, last",
-            lambda run: _format_or_none(run.last("eval_perplexity"), "{:.2f}".format),
-        ),
-        ("Skipped steps", lambda run: _format_or_none(run.last("skipped_steps"), format_count)),
+        ("Moving average, last", _last_cell("eval_ema_loss", "{:.4f}".format)),
+        ("Perplexity, last", _last_cell("eval_perplexity", "{:.2f}".format)),
+        ("Skipped steps", _last_cell("skipped_steps", format_count)),
     ]
-    cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
     for key in dict.fromkeys(key for run in runs for row in run.rows for key in row):
         if title := set_score_title(key):
-            cells.append((title, [_format_or_none(run.last(key), "{:.4f}".format) for run in runs]))
+            rows.append((title, _last_cell(key, "{:.4f}".format)))
+    cells = [(name, [cell(run) for run in runs]) for name, cell in rows]
     return [(name, [value or "-" for value in values]) for name, values in cells if any(values)]
 
 
@@ -141,6 +126,16 @@ def make_event_rows(runs: list[Run]) -> list[tuple[int, str, Event]]:
 
 def _format_or_none(value: float | None, formatter: Callable[[float], str]) -> str | None:
     return None if value is None else formatter(value)
+
+
+def _last_cell(key: str, formatter: Callable[[float], str]) -> Cell:
+    """Return the function that formats a run's last value of a metric."""
+    return lambda run: _format_or_none(run.last(key), formatter)
+
+
+def _wall_time_cell(key: str, formatter: Callable[[float], str]) -> Cell:
+    """Return the function that formats a value of a run's account of wall time."""
+    return lambda run: _format_or_none(run.goodput.get(key), formatter)
 
 
 def _status_cell(run: Run) -> str | None:
