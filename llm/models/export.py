@@ -35,7 +35,7 @@ def export_model(
     *,
     config: PreTrainedConfig,
     state_dict: Mapping[str, Tensor],
-    folder: str | Path,
+    folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None = None,
     trust_remote_code: bool = False,
@@ -60,7 +60,6 @@ def export_model(
     Raises:
         OSError: A file cannot be written.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -230,9 +230,7 @@ def _fuse_into_norm_backward(norm_backward: Node) -> None:
         addition.graph.erase_node(addition)
     half_casts = [user for user in input_gradient.users if _is_cast_to_half(user)]
     half_dtype = half_casts[0].args[1] if half_casts else None
-    norm_backward.args = (
-        *(gradients, inputs, means, inverse_deviations, gains, residual, half_dtype),
-    )
+    norm_backward.args = (gradients, inputs, means, inverse_deviations, gains, residual, half_dtype)
     # Its results now have other shapes and dtypes.
     _infer_value(norm_backward)
     for result in norm_backward.users:

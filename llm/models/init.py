@@ -248,9 +248,8 @@ class _DummyValues:
             row = self._draw_row(sum(tensor.shape)) / max(tensor.shape) ** 0.5
             values = self._view_row_as(row, tensor)
         else:
-            values = (
-                self._get_shared_matrix(tensor.shape[-2:]).to(tensor.dtype).expand(tensor.shape)
-            )
+            matrix = self._get_shared_matrix(tensor.shape[-2:])
+            values = matrix.to(tensor.dtype).expand(tensor.shape)
         return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
     def _draw_row(self, length: int) -> Tensor:

@@ -30,10 +30,9 @@ class MixtureSize(NamedTuple):
 
     def describe(self) -> str:
         """Return layers, experts and top-k: `48 layers of 128, 8 per token`."""
+        layers = counted(self.num_layers, "layer")
         numbers = " or ".join(f"{number:,}" for number in self.num_experts)
-        return (
-            f"{counted(self.num_layers, 'layer')} of {numbers}, {self.experts_per_token} per token"
-        )
+        return f"{layers} of {numbers}, {self.experts_per_token} per token"
 
     def describe_active(self) -> str:
         """Return the active parameters: `3.4B of 30.5B parameters are active`."""

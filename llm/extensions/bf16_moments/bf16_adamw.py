@@ -62,11 +62,8 @@ class BF16AdamW(torch.optim.Optimizer):
             # Created here and not in the first step, so that a checkpoint can be loaded.
             state = adamw_state(p)
             if p.ndim > 1:
-                state |= {
-                    name: moment.to(torch.bfloat16)
-                    for name, moment in state.items()
-                    if name != "step"
-                }
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = state[name].to(torch.bfloat16)
             self.state[p] = state
 
     @torch.no_grad()

@@ -92,11 +92,8 @@ class DecentralizedExtension(Extension[DecentralizedOptions]):
         problems = []
         # Gossip's default was AccumAdamW when older runs began.
         may_be_old_run = mode == "gossip" and optimizer is None and options.resume_from_checkpoint
-        if (
-            options.moment_update_steps is not None
-            and optimizer != "accumadamw"
-            and not may_be_old_run
-        ):
+        may_have_blocks = optimizer == "accumadamw" or may_be_old_run
+        if options.moment_update_steps is not None and not may_have_blocks:
             problems.append(
                 "--moment_update_steps needs --optimizer accumadamw; give that too, or leave it "
                 "out."

@@ -323,11 +323,9 @@ class Routers(LoopExtension):
             return
         self._num_named_experts = len(idle_experts)
         row, expert = idle_experts[0]
-        default_balancing = (
-            "bias" if any(layer.bias is not None for layer in self._layers) else "loss"
-        )
+        has_bias = any(layer.bias is not None for layer in self._layers)
         remedies = {
-            "none": f"balance them with --router_balancing {default_balancing}",
+            "none": f"balance them with --router_balancing {'bias' if has_bias else 'loss'}",
             "bias": "raise --router_bias_update_rate",
             "loss": "raise --router_aux_loss_coef",
             "both": "raise --router_bias_update_rate or --router_aux_loss_coef",

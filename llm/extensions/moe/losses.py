@@ -44,10 +44,8 @@ def compute_sequence_shares(chosen_experts: Tensor, num_experts: int) -> Tensor:
         num_experts: Number of experts.
     """
     counts = torch.zeros(len(chosen_experts), num_experts, device=chosen_experts.device)
-    return (
-        counts.scatter_add_(1, chosen_experts, torch.ones_like(chosen_experts, dtype=counts.dtype))
-        / chosen_experts.shape[1]
-    )
+    counts.scatter_add_(1, chosen_experts, torch.ones_like(chosen_experts, dtype=counts.dtype))
+    return counts / chosen_experts.shape[1]
 
 
 def compute_router_z_loss(logits: Tensor) -> Tensor:

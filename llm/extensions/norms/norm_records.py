@@ -91,13 +91,8 @@ class NormRecords(LoopExtension):
         weights = [p.detach() for p in self._strategy.local_parameters]
         updates = self._previous_weights
         torch._foreach_sub_(updates, weights)
-        squares = torch.stack(
-            [
-                self._sum_group_squares(weights),
-                self._gradient_squares,
-                self._sum_group_squares(updates),
-            ]
-        )
+        weight_squares, update_squares = map(self._sum_group_squares, (weights, updates))
+        squares = torch.stack([weight_squares, self._gradient_squares, update_squares])
         self._previous_weights = []
         logits = measure_attention_logits(
             self._strategy,

@@ -236,9 +236,8 @@ def _load_set(name: str, task_set: TaskSet) -> dict[str, Any]:
     """Load the tasks of a set, and their data."""
     tasks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for member, file in zip(
-            task_set.members, task_set.write_task_files(Path(folder)), strict=True
-        ):
+        files = task_set.write_task_files(Path(folder))
+        for member, file in zip(task_set.members, files, strict=True):
             subject = f"{name}: the task {member.name}"
             loaded = _load_tasks(name, Path(file), subject=subject, fetched_as=task_set.set_name)
             tasks |= loaded["tasks"]
