@@ -282,8 +282,8 @@ def test_a_missing_package_with_free_options_leaves_a_line_in_the_log(bench, ser
 
 def _train(site: str, argv: list[str]) -> int:
     sys.path.insert(0, site)
-    for name in ("extensions", "recorded_config"):  # imported by the fork server, without the site
-        del sys.modules[f"llm.trainers.gpt.{name}"]
+    for name in ("extensions", "recorded_config"):  # a fork server imports them without the site
+        sys.modules.pop(f"llm.trainers.gpt.{name}", None)
     from llm.trainers.gpt.main import main
 
     return main(argv)
