@@ -1,5 +1,6 @@
 """Options of the model: its architecture, and how it computes."""
 
+import ast
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -161,6 +162,17 @@ def _is_size(text: str) -> bool:
 def is_hub_kernel(name: str | None) -> bool:
     """Return whether transformers downloads the attention kernel of this name from the Hub."""
     return name is not None and "/" in name
+
+
+def parse_literal(text: str) -> Any:
+    """Return a value of `config_overrides` as a Python literal, or else as text."""
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 _SHAPE_NUMBERS = ("num_layers", "hidden_size", "num_attention_heads")

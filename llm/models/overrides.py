@@ -1,6 +1,5 @@
 """Changes to single fields of a model's configuration (`--config_overrides`)."""
 
-import ast
 import copy
 import dataclasses
 import difflib
@@ -13,6 +12,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from llm.errors import ConfigError, one_line
+from llm.models.options import parse_literal
 
 _ROPE_FIELD = "rope_parameters"
 """The field in which transformers 5 keeps `rope_theta` and others that were fields before."""
@@ -171,11 +171,7 @@ def _parse_value(value: str, current_value: Any, *, option: str, is_float: bool 
     if isinstance(current_value, str):
         return value
     if current_value is None:
-        literal = {"true": "True", "false": "False", "none": "None"}.get(value.lower(), value)
-        try:
-            return ast.literal_eval(literal)
-        except (SyntaxError, ValueError):
-            return value
+        return parse_literal(value)
     raise ConfigError(
         f"{option}: a {type(current_value).__name__} can only be set in a config.json."
     )

@@ -125,6 +125,7 @@ def test_the_size_is_that_of_the_named_model(tmp_path: Path):
         *("--config_overrides", "tie_word_embeddings=true,vocab_size=1000"),
     )
     assert wider.warmup != config.warmup
+    assert read_optimal("--model_size", "124M", "--config_overrides", "n_inner=none")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,14 @@ def test_muon_has_the_batch_of_its_own_rule_and_the_rates_of_the_user():
         (
             ("--model_size", "124M", "--config_overrides", "n_positions=0"),
             "n_positions is 0, which is not a positive whole number",
+        ),
+        (
+            ("--model_size", "124M", "--config_overrides", "n_inner=abc"),
+            "n_inner is 'abc', which is not a positive whole number",
+        ),
+        (
+            ("--model_type", "llama", "--config_overrides", "head_dim=abc"),
+            "head_dim is 'abc', which is not a positive whole number",
         ),
         (("--model_size", "0M"), "0M is not a number of parameters such as 60M or 1.3B."),
         (

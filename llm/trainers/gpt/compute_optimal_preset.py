@@ -4,7 +4,6 @@ The options are known before torch is imported, so the parameters are counted fr
 configuration (`llm/models/shapes.py`).
 """
 
-import ast
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from llm.config.duration import Duration
 from llm.config.options import fields
 from llm.errors import ConfigError
-from llm.models.options import ModelOptions, shape_options
+from llm.models.options import ModelOptions, parse_literal, shape_options
 from llm.models.shapes import (
     DEFAULT_FIELDS,
     SHAPED,
@@ -211,9 +210,11 @@ def _complete_fields(explicit_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_whole_numbers(config_fields: Mapping[str, Any]) -> None:
     """Refuse a size, such as the number of layers, that is not a positive whole number."""
-    for name, default in DEFAULT_FIELDS[config_fields["model_type"]].items():
-        value = config_fields[name]
-        if type(default) is int and (type(value) is not int or value < 1):
+    defaults = {"head_dim": None, **DEFAULT_FIELDS[config_fields["model_type"]]}
+    for name, default in defaults.items():
+        value = config_fields.get(name)
+        is_size = type(default) is int or (default is None and value is not None)
+        if is_size and (type(value) is not int or value < 1):
             raise ConfigError(
                 f"{_FLAG} counts parameters, and {name} is {value!r}, which is not a positive "
                 "whole number; change config.json or --config_overrides."
@@ -242,12 +243,4 @@ def _read_config_file(name: str) -> dict[str, Any]:
 def _parse_overrides(text: str) -> dict[str, Any]:
     """Return the fields of `--config_overrides`, which is `name=value,name=value`."""
     text_by_name = dict(item.partition("=")[::2] for item in text.split(",") if item)
-    return {name.strip(): _parse_value(value.strip()) for name, value in text_by_name.items()}
-
-
-def _parse_value(text: str) -> Any:
-    """Return a value of `--config_overrides` as a Python literal, or else as text."""
-    try:
-        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
-    except (SyntaxError, ValueError):
-        return text
+    return {name.strip(): parse_literal(value.strip()) for name, value in text_by_name.items()}
