@@ -5,7 +5,9 @@ import json
 import logging
 import math
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.format import Checkpoint, list_checkpoint_folders
 from llm.checkpoint.load import find_newest_checkpoint, load_state
 from llm.checkpoint.retention import prune_checkpoints
 from llm.config.toml import to_toml
@@ -259,6 +261,7 @@ def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
 
     Raises:
         RestartError: The run should go back but has no checkpoint yet.
+        Exception: An unforeseen error, with a note about where it leaves the run.
     """
     while True:
         try:
@@ -274,6 +277,46 @@ def fit_with_restarts(trainer: Trainer) -> Literal["finished", "preempted"]:
             if checkpoint is None:
                 raise
             _restart_training(trainer, checkpoint, request)
+        except LLMError:
+            raise
+        except Exception as error:
+            if trainer.strategy.world_size == 1:  # with others, a rank may wait for one that failed
+                try:
+                    trainer.saver.finish(is_final=True)
+                except LLMError as save_error:
+                    logger.warning(str(save_error))
+            error.add_note(_describe_failure(trainer, error))
+            raise
+
+
+def _describe_failure(trainer: Trainer, error: Exception) -> str:
+    """Return after which step an error ended training, in which code, and what is saved."""
+    code = _find_foreign_code(error)
+    place = "" if code is None else f" in {code}"
+    checkpoints = list_checkpoint_folders(trainer.run.folder.checkpoints)
+    last_checkpoint = (
+        f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "none is saved"
+    )
+    return (
+        f"This error{place} ended the run after step {trainer.state.step} of "
+        f"{trainer.batch_plan.total_steps}; {last_checkpoint}."
+    )
+
+
+def _find_foreign_code(error: Exception) -> str | None:
+    """Return the place in other code that this package called, without torch's wrappers, or None.
+
+    It may be of an optimizer's class, an extension, a model, or a library.
+    """
+    code = None
+    for frame, line_number in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package == "llm":
+            code = None
+        elif code is None and package not in {"torch", *sys.stdlib_module_names}:
+            code = f"{module} ({frame.f_code.co_filename}, line {line_number})"
+    return code
 
 
 def _restart_training(trainer: Trainer, checkpoint: Checkpoint, request: RestartError) -> None:

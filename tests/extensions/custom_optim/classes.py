@@ -177,6 +177,16 @@ class Replacing(Counting):
                 p.data = p - group["lr"] * p.grad
 
 
+class Failing(Counting):
+    """A class that fails in the third step with more weights than the trial has."""
+
+    def step(self, closure=None):
+        super().step()
+        for p, state in self.state.items():
+            if p.numel() > 100 and state["step"] == 3:
+                raise RuntimeError("the roof fell in")
+
+
 class Closing(Counting):
     def step(self, closure):
         closure()

@@ -224,6 +224,22 @@ def test_a_resume_without_the_module_is_refused(bench, monkeypatch):
     assert "resume_from" not in str(caught.value)
 
 
+def test_an_error_of_a_class_names_its_code_and_the_last_checkpoint(bench):
+    # The first checkpoint is still being written when the class fails.
+    slow_save = Fault(at="llm.checkpoint.save:commit_checkpoint", what="wait", amount=0.5)
+    options = {**SHORT, "optimizer": f"{CLASSES}:Failing", "checkpointing_steps": 2}
+
+    run = bench.train("failing", faults=[slow_save], **options)
+
+    assert run.codes == [1]
+    assert re.search(
+        rf"RuntimeError: the roof fell in\nThis error in {CLASSES} \(\S+/classes.py, line \d+\) "
+        r"ended the run after step 2 of \d+; the last checkpoint is \S+/step_00000002.\n",
+        run.output,
+    )
+    assert run.saved_steps == [2]
+
+
 @pytest.mark.extended
 def test_a_step_without_a_finite_gradient_is_skipped_on_all_ranks(bench):
     options = options_of("elementwise") | {"data_parallel_shard_size": 2, "max_train_steps": 4}
