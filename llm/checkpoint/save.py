@@ -212,6 +212,11 @@ class Saver:
             self._pending_copies.wait_on_device()
             self._pending_copies = None
 
+    @property
+    def is_state_refused(self) -> bool:
+        """Whether `finish` will raise NotFiniteError; ranks may learn it at different times."""
+        return isinstance(self._error, NotFiniteError)
+
     def finish(self, *, is_final: bool = False) -> None:
         """Wait for the background save, if one is running, and raise or log its error.
 

@@ -64,6 +64,19 @@ def test_a_nan_gradient_on_one_rank_skips_the_step_on_all(bench):
     assert run.losses[-1] < run.losses[0] - 0.1
 
 
+def test_weights_that_are_not_finite_end_the_run_before_the_next_save(bench):
+    faults = [
+        Fault(at="llm.checkpoint.save:is_finite", what="value", call=0, rank=0, amount=0.0),
+        Fault(at=STEP, what="wait", call=6, amount=1),  # the save of step 4 is checked meanwhile
+    ]
+
+    run = bench.train("refused", ranks=2, faults=faults, **OPTIONS)
+
+    assert run.codes == [2, 2]
+    assert "error: The state of step 4 is not saved because" in run.output
+    assert run.metrics[-1]["step"] < 8
+
+
 def test_repeated_nan_gradients_stop_the_run_and_keep_the_last_checkpoint(bench):
     options = {**OPTIONS, "ranks": 2, "max_skipped_steps": 3}
     good = bench.train_well("good", **{**options, "max_train_steps": 4})

@@ -272,11 +272,21 @@ class Trainer:
         self.last_saved_step = step
 
     def check_requests(self) -> tuple[bool, bool]:
-        """Return whether to stop and whether the save timer is due, the same on all ranks."""
+        """Return whether to stop and whether the save timer is due, the same on all ranks.
+
+        Raises:
+            NotFiniteError: The last save has found a state that is not finite.
+        """
         # A signal may reach only one rank, and clocks differ, so all ranks act on the same answer.
         # The answer arrives some calls later, because waiting for it would stall the step.
-        flags = [self.interruption.reason is not None, self.save_timer.is_due()]
-        should_stop, is_save_due = self.strategy.reduce_flags(flags)
+        flags = [
+            self.interruption.reason is not None,
+            self.save_timer.is_due(),
+            self.saver.is_state_refused,
+        ]
+        should_stop, is_save_due, is_state_refused = self.strategy.reduce_flags(flags)
+        if is_state_refused:
+            self.saver.finish()
         is_save_due, self.is_save_overdue = is_save_due or self.is_save_overdue, False
         step, saved_step = self.state.step, self.last_saved_step
         if saved_step is not None and step - saved_step <= self.strategy.answer_delay:
@@ -302,8 +312,8 @@ class Trainer:
         """
         self.health.keep_alive()
         if self.is_stoppable:
-            flags = [self.interruption.reason is not None, False]
-            should_stop, is_save_due = self.strategy.reduce_flags(flags)
+            flags = [self.interruption.reason is not None, False, False]
+            should_stop, is_save_due, _ = self.strategy.reduce_flags(flags)
             self.is_save_overdue = self.is_save_overdue or is_save_due
             if should_stop:
                 raise StopRequest
