@@ -55,6 +55,7 @@ TENSOR_FILE_SUFFIX = ".safetensors"
 _CHECKPOINT_NAME = re.compile(rf"step_([0-9]{{1,18}})({re.escape(REPLACED_SUFFIX)})?")
 _CHECKSUM_ENTRY = ',\n "checksum": "'
 _JSON_END = "\n}"
+_TUPLE_TAG = "__tuple__"
 
 
 class Stateful(Protocol):
@@ -143,6 +144,22 @@ def check_same_parameters(
 def _names_with_state(state: Mapping[str, Any]) -> set[str]:
     """Return the names of a state without those of empty dicts."""
     return {name for name, value in state.items() if not isinstance(value, Mapping) or value}
+
+
+def tag_tuples(value: Any) -> Any:
+    """Return plain values with tuples as `{"__tuple__": [...]}`, because JSON has only lists."""
+    if isinstance(value, Mapping):
+        return {key: tag_tuples(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [tag_tuples(item) for item in value]
+        return {_TUPLE_TAG: items} if isinstance(value, tuple) else items
+    return value
+
+
+def untag_tuple(json_object: dict[str, Any]) -> Any:
+    """Return the tuple that `tag_tuples` has tagged, or another JSON object as it is."""
+    is_tuple = json_object.keys() == {_TUPLE_TAG}
+    return tuple(json_object[_TUPLE_TAG]) if is_tuple else json_object
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:

@@ -19,6 +19,7 @@ from llm.checkpoint.format import (
     model_tensors,
     read_manifest,
     split_state,
+    untag_tuple,
 )
 from llm.errors import CheckpointError, ParallelError, explain_os_error, extract_os_error, one_line
 from llm.runtime.agreement import gather, on_all_ranks
@@ -146,10 +147,11 @@ def _read_plain_state(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return the state without its tensors, by the name of the part."""
     path = checkpoint.path / STATE_FILE
     try:
-        parts = json.loads(_read_state_file(path, checkpoint.files[STATE_FILE]))
+        content = _read_state_file(path, checkpoint.files[STATE_FILE])
+        parts = json.loads(content, object_hook=untag_tuple)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint.path} is damaged: {STATE_FILE} is not JSON.") from error
     if not (isinstance(parts, dict) and all(isinstance(part, dict) for part in parts.values())):
         raise CheckpointError(

@@ -30,6 +30,7 @@ from llm.checkpoint.format import (
     Stateful,
     checkpoint_name,
     split_state,
+    tag_tuples,
     write_manifest,
 )
 from llm.checkpoint.options import CheckpointOptions
@@ -542,10 +543,10 @@ def _encode_plain_values(values_by_part: Mapping[str, Any]) -> str:
     texts = []
     for part_name, values in values_by_part.items():
         try:
-            texts.append(f"{json.dumps(part_name)}: {json.dumps(values)}")
+            texts.append(f"{json.dumps(part_name)}: {json.dumps(tag_tuples(values))}")
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The state of {part_name} cannot be saved ({error}); let its state_dict "
-                "return tensors, numbers, texts, and lists and dictionaries of them."
+                "return tensors, numbers, texts, and lists, tuples and dictionaries of them."
             ) from error
     return f"{{{', '.join(texts)}}}"

@@ -50,7 +50,12 @@ def every_kind(scale: int) -> Part:
             "empty rows": torch.empty(3, 0, dtype=torch.int64),
             "nested": {
                 "h.0.attn.weight": {"exp_avg": scale * torch.ones(3, 3), "step": scale * 2},
-                "plain": {"list": [1, None, 2.5, "caf\u00e9"], "none": None, "yes": True},
+                "plain": {
+                    "tuple": ((1, "a"), [(2,)], ()),
+                    "list": [1, None, 2.5, "caf\u00e9"],
+                    "none": None,
+                    "yes": True,
+                },
                 "nothing": {},
             },
             "large number": scale * 2**70,
