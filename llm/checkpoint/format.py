@@ -43,6 +43,9 @@ OPTIMIZER_TENSORS = "strategy/optimizer/"
 REPLACED_SUFFIX = ".replaced"
 """Suffix of a checkpoint while a new one of the same step takes its name."""
 
+SUPERSEDED_SUFFIX = ".superseded"
+"""Suffix of a checkpoint later than the step that the run resumed from: no resume chooses it."""
+
 MEAN_FILE = "mean.json"
 """In the export of a mean of checkpoints: the folder of their `run`, and their `steps`."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llm.checkpoint.format import (
     REPLACED_SUFFIX,
+    SUPERSEDED_SUFFIX,
     Checkpoint,
     checkpoint_step,
     list_checkpoint_folders,
@@ -136,7 +137,7 @@ def mark_superseded(folder: Path, *, step: int) -> None:
     """
     for path in list_checkpoint_folders(folder):
         if (checkpoint_step(path) or 0) > step:
-            superseded_path = path.with_name(f"{path.name}.superseded")
+            superseded_path = path.with_name(f"{path.name}{SUPERSEDED_SUFFIX}")
             if superseded_path.exists():
                 remove_checkpoint(superseded_path)
             path.rename(superseded_path)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llm.checkpoint.format import (
     MEAN_FILE,
     REPLACED_SUFFIX,
+    SUPERSEDED_SUFFIX,
     Checkpoint,
     checkpoint_step,
     list_checkpoint_folders,
@@ -196,7 +197,8 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
     # A running training may have removed some in the meantime.
     entries = [entry for entry in all_entries if os.path.lexists(entry.path)]
     leftovers = list_leftovers(folder)
-    if not entries and not leftovers:
+    superseded = sorted(folder.glob(f"step_*{SUPERSEDED_SUFFIX}"))
+    if not (entries or leftovers or superseded):
         return [f"{folder} holds no checkpoint."], 0
     valid_checkpoints = [
         entry.checkpoint for entry in entries if entry.checkpoint and entry.problem is None
@@ -211,6 +213,11 @@ def _list_checkpoints(folder: Path, *, verify: bool) -> tuple[list[str], int]:
         _format_row(entry, _list_labels(entry, path_by_label, keep_every)) for entry in entries
     ]
     lines += [_describe_leftover(path) for path in leftovers]
+    lines += [
+        f"{path.name}, {_format_bytes(_folder_bytes(path))}: later than the step that the run "
+        "resumed from; you can remove it."
+        for path in superseded
+    ]
     lines += _describe_lineage(latest)
     lines.append(f"latest, where training resumes: {latest.path.name if latest else 'none'}")
     lines.append(f"best, with the lowest validation loss: {best_remark}")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.checkpoint.format import Checkpoint
 from llm.checkpoint.options import CheckpointOptions
-from llm.checkpoint.retention import remove_checkpoint
+from llm.checkpoint.retention import mark_superseded, remove_checkpoint
 from llm.checkpoint.save import Saver
 from llm.config.toml import to_toml
 from llm.models.configuration import load_config
@@ -154,6 +154,20 @@ def test_verify_detects_damage_of_unchanged_size_and_exits_with_1(run, capsys):
     assert rows(output)["30"].endswith(f"not valid: {SHARD} does not match its checksum")
     assert rows(output)["20"].endswith("valid, latest, best")
     assert "Every byte was read: 1 of 3 damaged." in output
+
+
+def test_a_superseded_checkpoint_is_listed_with_its_size(run, capsys):
+    mark_superseded(run / "checkpoints", step=20)
+
+    assert main([str(run)]) == 0
+
+    output = capsys.readouterr().out
+    assert list(rows(output)) == ["10", "20"]
+    assert re.search(
+        r"step_00000030\.superseded, \d+ B: later than the step that the run resumed from; you can "
+        "remove it",
+        output,
+    )
 
 
 def test_a_missing_best_checkpoint_is_reported(run, capsys):
