@@ -135,7 +135,7 @@ def parse_options(
     config = cls(**option_values)
     check_ranges(config)
     _check_text(config)
-    _check_given_paths(config, option_values)
+    _check_given_paths(config, option_values, positional)
     check_library_versions()  # not for --help
     return config
 
@@ -147,14 +147,17 @@ def _format_usage(cls: type, positional: str | None) -> str:
     return f"{positional_usage}[--config FILE] [--OPTION VALUE ...]"
 
 
-def _check_given_paths(config: ConfigT, explicit_names: Collection[str]) -> None:
+def _check_given_paths(
+    config: ConfigT, explicit_names: Collection[str], positional: str | None
+) -> None:
     """Refuse a path that is longer than the system allows, or an empty one that the user gave."""
     for name, path in path_options(config):
+        label = name.upper() if name == positional else f"--{name}"
         if not path and name in explicit_names:
-            raise ConfigError(f"--{name} is given an empty path; name one, or leave it out.")
+            raise ConfigError(f"{label} is given an empty path; name one, or leave it out.")
         if is_too_long(path):
             raise ConfigError(
-                f"--{name} {path[:40]}... is longer than the system allows, or has a name in it "
+                f"{label} {path[:40]}... is longer than the system allows, or has a name in it "
                 "that is; choose a shorter one."
             )
 
