@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -320,6 +320,9 @@ class _CorpusOpener:
         if not blend:
             return []
         paths, blend_weights = parse_blend(blend, option=option)
+        for path, count in Counter(paths).items():
+            if count > 1:
+                logger.warning(f"{option} names {path} {count} times, and each counts as a source")
         # By one rank: thousands of ranks would list the folder and read the sidecar of each file.
         descriptions = on_rank0(lambda: [describe_token_files(path) for path in paths])
         sources = [

@@ -54,6 +54,12 @@ def test_without_weights_sources_are_weighted_by_their_tokens(tmp_path):
     }
 
 
+def test_a_path_that_is_given_twice_is_named(wiki, code, caplog):
+    opened(data_path=(str(wiki), str(code), str(wiki)))
+
+    assert caplog.messages == [f"--data_path names {wiki} 2 times, and each counts as a source"]
+
+
 def paths_as_words(paths):
     return tuple(map(str, paths))
 
