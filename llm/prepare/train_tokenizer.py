@@ -283,8 +283,6 @@ def check_output_folder(output: Path, *, overwrite: bool) -> None:
     """
     if not output.exists():
         return
-    if not overwrite:
-        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
     if output.is_dir():
         other_files = sorted({path.name for path in output.iterdir()} - _TOKENIZER_FILES)
     else:
@@ -294,6 +292,8 @@ def check_output_folder(output: Path, *, overwrite: bool) -> None:
             f"--output_dir {output} holds more than a tokenizer from here ({other_files[0]}), so "
             "--overwrite does not replace it; name another folder."
         )
+    if not overwrite:
+        raise ConfigError(f"--output_dir {output} exists already; pass --overwrite to replace it.")
 
 
 def _non_default_options(options: TrainTokenizerOptions, names: Sequence[str]) -> dict[str, Any]:

@@ -28,26 +28,30 @@ class BadRecordPolicy:
     Attributes:
         on_error: `stop` raises the first one; `skip` counts them and logs the first few.
         max_warnings: Number of skipped records to log.
+        remedy: A sentence about the option that skips records; empty if there is none.
         skipped: Number of records that were skipped.
     """
 
     def __init__(
-        self, on_error: Literal["stop", "skip"] = "stop", *, max_warnings: int = 3
+        self,
+        on_error: Literal["stop", "skip"] = "stop",
+        *,
+        max_warnings: int = 3,
+        remedy: str = "To skip it, prepare the text with --on_error skip.",
     ) -> None:
         self.skipped = 0
         self.on_error = on_error
         self.max_warnings = max_warnings
+        self.remedy = remedy
 
     def __call__(self, error: DataError) -> None:
-        """Raise the error with the option that skips the record, or count it.
+        """Raise the error and the remedy, or count it.
 
         Raises:
             DataError: The record cannot be used, and `on_error` is `stop`.
         """
         if self.on_error == "stop":
-            raise DataError(
-                f"{error} To skip it, prepare the text with --on_error skip."
-            ) from error
+            raise DataError(f"{error} {self.remedy}".rstrip()) from error
         self.skipped += 1
         if self.skipped <= self.max_warnings:
             logger.warning(f"skipped: {error}")

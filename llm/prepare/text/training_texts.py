@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from llm.errors import DataError
+from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.sources import Source
 
 _MAX_CHARACTERS = 1000
@@ -85,7 +86,8 @@ class TrainingTexts:
 
         They stay separate if some of them are drawn.
         """
-        for batch in source.batches():
+        # The programs that train tokenizers have no --on_error.
+        for batch in source.batches(BadRecordPolicy(remedy="")):
             if source.one_document and self.max_sentences is None:
                 yield ["".join(batch)]
             else:
