@@ -92,6 +92,7 @@ def test_values_become_arguments_as_the_user_would_type_them():
         (["--grid", "seed=1,2"], "first name a TOML file with the trainer's options"),
         (["nowhere.toml", "--grid", "seed=1,2"], "--config nowhere.toml cannot be read"),
         (["base.toml", "--grid", "sead=1,2"], "There is no option --sead. See --help."),
+        (["base.toml", "--learning_rate", "1e-3"], "after --, and --grid varies them."),
         (["base.toml", "--grid", "seed=1,two"], "The member seed=two cannot run: --seed expects"),
         (["base.toml", "--grid", "seed"], "expects an option and its values, as in --grid learn"),
         (["base.toml", "--grid", "seed=1,,2"], "expects an option and its values"),

@@ -90,16 +90,23 @@ def parse_sweep(argv: Sequence[str]) -> tuple[SweepOptions, list[str]]:
             "--grid is given twice; list all options after one, as in "
             "--grid learning_rate=1e-4,3e-4 seed=1,2."
         )
-    options = parse_options(
-        SweepOptions,
-        arguments[:separator],
-        prog="llm-trainers sweep",
-        description="Train runs that differ in some options, each in a folder of its name. The "
-        "same command again runs only those that are missing, failed or interrupted.",
-        positional="base",
-        usage="BASE.toml [--OPTION VALUE ...] [-- TRAINER OPTIONS]",
-        example="base.toml --grid learning_rate=1e-3,2e-3 seed=1,2,3",
-    )
+    try:
+        options = parse_options(
+            SweepOptions,
+            arguments[:separator],
+            prog="llm-trainers sweep",
+            description="Train runs that differ in some options, each in a folder of its name. The "
+            "same command again runs only those that are missing, failed or interrupted.",
+            positional="base",
+            usage="BASE.toml [--OPTION VALUE ...] [-- TRAINER OPTIONS]",
+            example="base.toml --grid learning_rate=1e-3,2e-3 seed=1,2,3",
+        )
+    except ConfigError as error:
+        if not str(error).startswith("There is no option"):
+            raise
+        raise ConfigError(
+            f"{error} Options of the trainer follow after --, and --grid varies them."
+        ) from error
     return options, arguments[separator + 1 :]
 
 
