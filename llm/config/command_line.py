@@ -184,7 +184,8 @@ def _parse_arguments(arguments: Sequence[str], cls: type, positional: str | None
         positional_words = _find_positional_words(unknown_words, takes_list=takes_list)
         if positional_words:
             parsed_options |= vars(parser.parse_args([f"--{positional}", *positional_words]))
-            unknown_words = [word for word in unknown_words if word not in positional_words]
+            for word in positional_words:
+                unknown_words.remove(word)
     if unknown_words:
         preceding_word = ["", *arguments][arguments.index(unknown_words[0])]
         reason = _describe_unknown_words(unknown_words, cls, preceding_word=preceding_word)

@@ -219,6 +219,7 @@ def test_a_model_that_asks_for_beams_streams_all_the_same(trained, tmp_path, cap
     ("words", "said"),
     [
         ([], "No model is named"),
+        (["{}", "{}"], "error: '{}' has no option before it"),
         ([""], "error: RUN is given an empty path"),
         (["{}/nowhere"], "error: RUN {}/nowhere is not a folder"),
         (["{}/tensorboard"], "is not a folder"),
