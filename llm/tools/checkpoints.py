@@ -371,8 +371,9 @@ def _average_checkpoints(
     with _mark_unfinished(export_folder, "--output"):
         export_trained_model(config, model, tokenizer, state, folder=export_folder, card=card)
         write_whole(export_folder / MEAN_FILE, json.dumps(record) + "\n")
+    noun = "step" if len(checkpoints) == 1 else "steps"
     return (
-        f"The mean of the weights after steps {steps} is exported: "
+        f"The mean of the weights after {noun} {steps} is exported: "
         f"AutoModelForCausalLM.from_pretrained({str(export_folder)!r}) loads it."
     )
 

@@ -537,7 +537,7 @@ def test_the_mean_is_that_of_the_newest_if_one_is_removed_meanwhile(training, tm
     words = ["average", str(training), "--last", "1", "--output", str(tmp_path / "out")]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert "after steps 4 is exported" in said.out
+    assert "after step 4 is exported" in said.out
     assert AGAIN.format(training) in said.err
 
 
