@@ -1,6 +1,7 @@
 """What every trainer process imports, imported once by the fork server of the tests."""
 
 # ruff: noqa: F401
+import contextlib
 import gc
 import os
 
@@ -10,7 +11,6 @@ import packaging.requirements
 import torch.distributed.algorithms.ddp_comm_hooks
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-import torch.profiler._cupti_monitor
 import torch.utils.tensorboard
 import transformers.generation.utils
 import transformers.models.auto.tokenization_auto
@@ -30,6 +30,9 @@ import llm.trainers.gpt.main
 import llm.trainers.gpt.recorded_config
 import llm.trainers.gpt.train
 from llm.config.command_line import check_library_versions
+
+with contextlib.suppress(ImportError):  # PyTorch 2.11 and earlier lack it
+    import torch.profiler._cupti_monitor
 
 # Reads the metadata of all libraries, which every run would do again.
 check_library_versions()
