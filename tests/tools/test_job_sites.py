@@ -10,6 +10,7 @@ from llm.tools.jobs.sites import FACTS, find_site, known_sites, read_sites
 from llm.tools.plan.job import DEVICES
 
 TRAINER = ["--model_name_or_path", "gpt2", "--train_file", "a.txt", "--output_dir", "runs/a"]
+PREPARE = ["--input", "a.jsonl", "--tokenizer_name", "gpt2", "--output_prefix", "data/a"]
 # Little enough for every device, and too much for an A100.
 SMALL = [
     *("--model_type", "gpt2", "--model_size", "124M", "--tokenizer_name", "gpt2"),
@@ -151,6 +152,24 @@ def test_messages_call_a_queue_as_the_scheduler_does(argv, flag, capsys):
     main([*argv, "--", *TRAINER])
     said = capsys.readouterr().err
     assert set(re.findall(r"--(?:queue|partition|qos)\b", said)) == {flag}
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["slurm", "--qos", "high"], "--partition, and give --qos to sbatch."),
+        (["--site", "kempner", "--qos=high"], "--partition, and give --qos to sbatch."),
+        (["--site", "perlmutter", "--partition", "gpu"], "--qos, and give --partition to sbatch."),
+        (["--site", "polaris", "--partition", "preemptable"], "--queue."),
+    ],
+)
+def test_an_option_of_slurm_for_another_thing_than_the_queue_is_refused(argv, remedy, capsys):
+    for program in ([], ["prepare"]):
+        trainer = PREPARE if program else TRAINER
+        assert main([*program, *argv, "--", *trainer]) == 2
+        assert (
+            f"does not name the queue of this job; name it by {remedy}" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.usefixtures("no_plan")

@@ -27,6 +27,7 @@ from llm.tools.jobs.planned_memory import plan_run
 from llm.tools.jobs.preparation_job import write_preparation_job
 from llm.tools.jobs.scripts import (
     check_job,
+    check_queue_option,
     find_cache_folders,
     format_walltime,
     load_template,
@@ -260,6 +261,7 @@ def job_script(
     if not trainer_arguments:
         raise ConfigError(_NO_TRAINER_OPTIONS)
     job, site = _place_job(options, num_members=len(member_arguments))
+    check_queue_option(command, job, site)
     minutes = read_minutes(job.time)
     exit_after = None
     if job.scheduler == "pbs" and minutes > _MIN_MINUTES:

@@ -19,6 +19,7 @@ from llm.tools.jobs.notes import describe_preparation, exists_here
 from llm.tools.jobs.options import PreparationJobOptions
 from llm.tools.jobs.scripts import (
     check_job,
+    check_queue_option,
     find_cache_folders,
     format_walltime,
     load_template,
@@ -47,6 +48,7 @@ def write_preparation_job(argv: Sequence[str]) -> int:
     _check_one_rank_per_node(config, num_nodes=options.nodes)
     _check_first_text(config)
     job, site = _place_job(options)
+    check_queue_option(command, job, site)
     text = load_template(f"prepare_{job.scheduler}.sh").render(
         job=job,
         site=site,

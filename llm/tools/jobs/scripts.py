@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jinja2
 
+from llm.config.command_line import option_name
 from llm.config.shell import shell_line
 from llm.errors import ConfigError
 from llm.runtime.files import write_whole
 from llm.tools.jobs.options import SchedulerOptions
-from llm.tools.jobs.sites import Site
+from llm.tools.jobs.sites import Site, queue_flag
 
 _FOLDER_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "LLM_CACHE_DIR")
 """Variables that name folders of caches."""
@@ -60,6 +61,27 @@ def check_job(job: SchedulerOptions, site: Site) -> None:
             raise ConfigError(
                 f"{flag} '{value}' contains a blank or another character that a directive cannot "
                 "have; use letters, digits and _.:,@+-."
+            )
+
+
+def check_queue_option(command: Sequence[str], job: SchedulerOptions, site: Site) -> None:
+    """Refuse `--partition` where the queue is a QOS or PBS's, and `--qos` where it is a partition.
+
+    Args:
+        command: The job's arguments.
+        job: The job, with a scheduler.
+        site: Its site.
+
+    Raises:
+        ConfigError: Says how to name the queue.
+    """
+    option_names = {option_name(word) for word in command if word.startswith("--")}
+    flag = queue_flag(site, job.scheduler)
+    for name in ("partition", "qos"):
+        if name in option_names and flag != f"--{name}":
+            remedy = f", and give --{name} to sbatch" if job.scheduler == "slurm" else ""
+            raise ConfigError(
+                f"--{name} does not name the queue of this job; name it by {flag}{remedy}."
             )
 
 
