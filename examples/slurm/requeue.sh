@@ -103,6 +103,7 @@ LAUNCH=(
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 "${EACH_GPU[@]}" -m llm preflight
+export TORCH_CPP_LOG_LEVEL=ERROR  # otherwise torchrun warns with stack traces when a node ends first
 
 # Launchers hide the exit codes of their ranks, so rank 0 writes to status.json how the run ended.
 status() {  # the run's status, if this job has written one

@@ -103,5 +103,6 @@ LAUNCH=(
 
 echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 "${EACH_GPU[@]}" -m llm preflight
+export TORCH_CPP_LOG_LEVEL=ERROR  # otherwise torchrun warns with stack traces when a node ends first
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

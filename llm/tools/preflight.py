@@ -72,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
         prog="llm-trainers preflight",
         description="Check that every rank of a job answers, and time its network.",
     )
+    # Otherwise each rank prints C++ stack traces above its sentence if rank 0 cannot be reached.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     set_torchrun_variables()
     raise_file_limit()
     return check_rank(options, world_from_environment())

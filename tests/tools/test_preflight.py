@@ -10,7 +10,7 @@ import torch
 
 from llm.tools.preflight import describe_differences, describe_slow_link, main
 from tests.support.faults import Fault, install
-from tests.support.ranks import run_ranks, values
+from tests.support.ranks import free_port, run_ranks, values
 
 HERE = socket.gethostname()
 COMMAND = ["--message_mb", "1", "--timeout", "3"]
@@ -60,6 +60,17 @@ def test_a_rank_0_that_does_not_answer_is_named_by_the_others():
     (rank_1,) = run_ranks(preflight, 1, environment={"WORLD_SIZE": "2", "RANK": "1"})
     assert rank_1.value == 1
     assert f"rank 1 on {HERE} does not reach rank 0 at 127.0.0.1" in rank_1.output
+
+
+@pytest.mark.extended
+def test_nothing_but_a_sentence_is_printed_about_a_rank_0_that_does_not_answer():
+    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "llm", "preflight", "--timeout", "1"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    [sentence] = result.stderr.splitlines()
+    assert sentence.startswith(f"preflight: rank 1 on {HERE} does not reach rank 0 at 127.0.0.1")
 
 
 @pytest.mark.parametrize(

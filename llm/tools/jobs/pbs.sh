@@ -138,5 +138,8 @@ echo "$(date): job ${PBS_JOBID:-(none)} on ${HOSTS[*]}"
 {% if not job.spare_nodes %}
 "${EACH_GPU[@]}" -m llm preflight
 {% endif %}
+{% if torchrun and job.nodes > 1 %}
+export TORCH_CPP_LOG_LEVEL=ERROR  # otherwise torchrun warns with stack traces when a node ends first
+{% endif %}
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"

@@ -190,6 +190,9 @@ echo "$(date): job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 {% if not job.spare_nodes %}
 "${EACH_GPU[@]}" -m llm preflight
 {% endif %}
+{% if torchrun and job.nodes > 1 %}
+export TORCH_CPP_LOG_LEVEL=ERROR  # otherwise torchrun warns with stack traces when a node ends first
+{% endif %}
 {% if not job.requeue %}
 echo "Running: ${LAUNCH[*]} -m llm.trainers.gpt ${OPTIONS[*]}"
 "${LAUNCH[@]}" -m llm.trainers.gpt "${OPTIONS[@]}"
