@@ -163,7 +163,7 @@ def test_messages_call_a_queue_as_the_scheduler_does(argv, flag, capsys):
         (["--site", "polaris", "--partition", "preemptable"], "--queue."),
     ],
 )
-def test_an_option_of_slurm_for_another_thing_than_the_queue_is_refused(argv, remedy, capsys):
+def test_a_qos_for_a_partition_and_the_reverse_are_refused(argv, remedy, capsys):
     for program in ([], ["prepare"]):
         trainer = PREPARE if program else TRAINER
         assert main([*program, *argv, "--", *trainer]) == 2

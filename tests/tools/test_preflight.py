@@ -63,7 +63,7 @@ def test_a_rank_0_that_does_not_answer_is_named_by_the_others():
 
 
 @pytest.mark.extended
-def test_nothing_but_a_sentence_is_printed_about_a_rank_0_that_does_not_answer():
+def test_a_rank_0_that_does_not_answer_costs_one_line():
     environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "llm", "preflight", "--timeout", "1"]
