@@ -1,14 +1,18 @@
 """Which files a data set on the Hub consists of, and what is wrong if it cannot be loaded."""
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from llm.errors import DataError, one_line
-from llm.runtime.offline import offline_if_unreachable
+from llm.runtime.offline import offline_if_unreachable, offline_variable
 
 _HUB_URL = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
+
+logger = logging.getLogger("llm.data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ def find_hub_files(
         dataset_name, dataset_config_name, is_local=False, option_name=option_name
     )
     with explain_errors, offline_if_unreachable(dataset_name):
-        builder = datasets.load_dataset_builder(dataset_name, dataset_config_name)
+        builder = datasets.load_dataset_builder(find_repository(dataset_name), dataset_config_name)
         urls = [url for split in (builder.config.data_files or {}).values() for url in split]
     foreign_urls = [url for url in urls if _HUB_URL.fullmatch(url) is None]
     if not urls or foreign_urls:
@@ -62,6 +66,30 @@ def find_hub_files(
         revision=url_matches[0]["revision"],
         files=[match["path"] for match in url_matches],
     )
+
+
+def find_repository(dataset_name: str) -> str:
+    """Return the repository of a data set: OWNER/NAME, also for an old name without an owner.
+
+    Newer versions of the Hub's client read no files by an old name, such as wikitext.
+
+    Args:
+        dataset_name: A Hub name. Without the network, an old name is looked up in the cache.
+    """
+    import datasets
+    import huggingface_hub
+
+    if "/" in dataset_name:
+        return dataset_name
+    if offline_variable() is None:
+        repository: str = huggingface_hub.HfApi().dataset_info(dataset_name).id
+    else:
+        cached_folders = Path(datasets.config.HF_DATASETS_CACHE).glob(f"*___{dataset_name}")
+        names = [folder.name.replace("___", "/") for folder in cached_folders]
+        repository = names[0] if len(names) == 1 else dataset_name
+    if repository != dataset_name:
+        logger.info(f"the Hugging Face Hub calls {dataset_name} {repository}")
+    return repository
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import sys
 import datasets
 import pytest
 
+from llm.data.hub_files import find_hub_files, find_repository
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
 from llm.prepare.text.hub import make_dataset_source
@@ -150,6 +151,19 @@ def test_a_name_that_the_hub_does_not_know_is_refused_with_a_remedy(hub):
         "check the name and the connection, or name a local folder",
     ):
         splits("me/none", "wikitext-2-raw-v1")["train"].exists()
+
+
+def test_an_old_name_without_an_owner_is_looked_up_on_the_hub(hub, caplog, monkeypatch):
+    hub.owners = {"wikitext": "Salesforce"}
+    write(hub.folder("Salesforce/wikitext", "datasets") / "train.jsonl", '{"text": "one"}\n')
+    caplog.set_level("INFO", "llm")
+
+    assert texts_of(splits("wikitext")["train"]) == ["one"]
+
+    assert "the Hugging Face Hub calls wikitext Salesforce/wikitext" in caplog.messages
+    assert find_hub_files("wikitext", None).name == "Salesforce/wikitext"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert find_repository("wikitext") == "Salesforce/wikitext"  # its name in the cache
 
 
 def test_a_stream_that_breaks_off_is_reported_in_one_sentence(monkeypatch):

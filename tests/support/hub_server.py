@@ -29,6 +29,7 @@ class Hub:
         requests: Method and path of each request, in order.
         private: Names of repositories that the user `me` has made private.
         refused: Paths of files that it does not hand out.
+        owners: Owners of repositories by the old name without an owner, which is redirected.
     """
 
     def __init__(self, root: Path, url: str) -> None:
@@ -37,6 +38,7 @@ class Hub:
         self.requests: list[str] = []
         self.private: set[str] = set()
         self.refused: set[str] = set()
+        self.owners: dict[str, str] = {}
 
     def folder(self, name: str, kind: str = "models") -> Path:
         """Return the folder of a repository, which is made if it does not exist."""
@@ -102,7 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(url.path)
         self.hub.requests.append(f"{self.command} {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if path == "/api/repos/create":
+        old_name = re.match(r"(/api/models/|/api/datasets/|/datasets/|/)(\w+)(?=/|$)", path)
+        if old_name and old_name[2] in self.hub.owners:
+            name = f"{self.hub.owners[old_name[2]]}/{old_name[2]}"
+            self._redirect(old_name[1] + name + self.path[old_name.end() :])
+        elif path == "/api/repos/create":
             asked = json.loads(body)
             private = asked.get("private") or asked.get("visibility") == "private"
             self._create(f"{asked.get('organization') or 'me'}/{asked['name']}", private)
@@ -213,6 +219,12 @@ class _Handler(BaseHTTPRequestHandler):
             return folder
         self._refuse(404, "RepoNotFound")
         return None
+
+    def _redirect(self, address: str) -> None:
+        self.send_response(307)
+        self.send_header("Location", address)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _refuse(self, status: int, code: str, commit: str | None = None) -> None:
         self.send_response(status)

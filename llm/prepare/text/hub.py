@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from llm.data.dataset_folder import find_saved_dataset
-from llm.data.hub_files import explain_dataset_errors
+from llm.data.hub_files import explain_dataset_errors, find_repository
 from llm.data.text_identity import Json, identify_dataset, stamp_dataset_files
 from llm.errors import DataError
 from llm.prepare.text.blocks import BadRecordPolicy
@@ -108,7 +108,9 @@ class _DatasetLoader:
 
         if self.folder is None:
             with offline_if_unreachable(self.name):
-                return datasets.load_dataset(self.name, self.config, **self._options)
+                return datasets.load_dataset(
+                    find_repository(self.name), self.config, **self._options
+                )
         if self.config and self.folder.name != self.config:
             logger.warning(
                 f"--dataset_config_name {self.config} has no effect: save_to_disk wrote "
