@@ -30,6 +30,7 @@ from llm.data.text_to_tokens import Text, TextEncoding
 from llm.data.workers import limit_workers
 from llm.errors import DataError
 from llm.runtime.agreement import on_rank0
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.tokenizers.load_tokenizer import (
     choose_begin_token,
     choose_end_token,
@@ -170,7 +171,8 @@ def _warn_of_plain_text(paths: Sequence[str], text_column: str) -> None:
     plain_text = next((path for path in paths if kind_of(Path(path)) == ".txt"), None)
     if plain_text is not None:
         logger.warning(
-            f"--text_column {text_column} has no effect on {plain_text}: a text has no columns"
+            f"--text_column {text_column} has no effect on {plain_text}: a text has no columns",
+            extra=SAME_ON_ALL_RANKS,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from llm.errors import ConfigError
 from llm.optim.options import OptimizerOptions, parse_scheduler_kwargs
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 
 Schedule = Callable[[float], float]
 """Number of optimizer steps done -> learning rate of the next step."""
@@ -57,7 +58,8 @@ def make_schedule(
     if warmup_steps >= total_steps:
         logger.warning(
             f"The warm-up of {warmup_steps:g} steps is not shorter than the run of {total_steps} "
-            "steps: the learning rate never reaches its peak."
+            "steps: the learning rate never reaches its peak.",
+            extra=SAME_ON_ALL_RANKS,
         )
     shape = _make_shape(options, shape_name)
     peak = options.learning_rate

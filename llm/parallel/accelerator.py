@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llm.errors import ParallelError
 from llm.parallel.options import PrecisionOptions
 from llm.runtime.float32 import has_half_products
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.runtime.world import is_cpu_chosen, world_from_environment
 
 CPU_BUCKET_MB = 25
@@ -125,7 +126,8 @@ def _warn_of_slow_products(device: torch.device, precision: str) -> None:
         alternative = "bf16" if precision == "fp16" and has_half_products(device) else "no"
         logger.warning(
             f"--mixed_precision {precision} takes many times as long as {alternative} on this CPU, "
-            f"which has no instructions for {precision} matrix products; use {alternative}."
+            f"which has no instructions for {precision} matrix products; use {alternative}.",
+            extra=SAME_ON_ALL_RANKS,
         )
 
 

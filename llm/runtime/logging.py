@@ -35,6 +35,11 @@ Kind = Literal[
 ]
 
 
+SAME_ON_ALL_RANKS = {"same_on_all_ranks": True}
+"""Mark of a warning that all ranks log, so that rank 0 alone shows it:
+`logger.warning(line, extra=SAME_ON_ALL_RANKS)`."""
+
+
 class _Formatter(logging.Formatter):
     """Escapes control characters, which a text of the model or a path may contain."""
 
@@ -65,6 +70,8 @@ class _ConsoleHandler(logging.Handler):
 def set_up_logging(*, rank: int, level_of_other_ranks: int = logging.WARNING) -> None:
     """Send the package's log to the console: everything from rank 0, warnings from all ranks.
 
+    The other ranks do not show what is marked as `SAME_ON_ALL_RANKS`.
+
     Lines are kept in memory too, until `log_to_file` knows the folder of the run.
 
     Args:
@@ -78,6 +85,8 @@ def set_up_logging(*, rank: int, level_of_other_ranks: int = logging.WARNING) ->
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console_handler.setFormatter(_Formatter(prefix + "%(message)s"))
     console_handler.setLevel(logging.INFO if rank == 0 else level_of_other_ranks)
+    if rank != 0:
+        console_handler.addFilter(lambda record: not hasattr(record, "same_on_all_ranks"))
     memory_handler = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
     logger.handlers = [console_handler, memory_handler]
     logger.setLevel(logging.INFO)

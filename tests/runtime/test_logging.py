@@ -12,6 +12,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.metrics.metrics_file import truncate_metrics
 from llm.runtime.files import read_json_lines
 from llm.runtime.logging import (
+    SAME_ON_ALL_RANKS,
     EventHandler,
     append_event,
     event,
@@ -130,6 +131,16 @@ def test_no_console_ends_a_training(tmp_path, monkeypatch, console):
     logging.getLogger("llm").info("a sample: caf\u00e9")
 
     assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith(" a sample: caf\u00e9\n")
+
+
+def test_rank_0_alone_shows_a_warning_that_all_ranks_log(capsys):
+    for rank in (0, 1):
+        set_up_logging(rank=rank)
+        logging.getLogger("llm").warning("too many epochs", extra=SAME_ON_ALL_RANKS)
+        logging.getLogger("llm").warning("a full disk")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["too many epochs", "a full disk", "[rank 1] a full disk"]
 
 
 def test_control_characters_are_escaped_in_the_log(tmp_path, capsys):

@@ -14,6 +14,7 @@ from llm.data.formats.megatron import TokenFile, add_suffix
 from llm.data.formats.parts import TokenFileParts, find_parts, part_prefix
 from llm.errors import DataError, one_line
 from llm.runtime.files import write_whole
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 
 FORMAT = 1
 _MAX_SIDECAR_BYTES = 256 << 20  # bytes, enough for the checksums of a .bin of 400 TB
@@ -336,4 +337,6 @@ def check_tokenizer(
             f"{mismatch}; train with that one, or pass --ignore_tokenizer_mismatch to train all "
             "the same."
         )
-    logger.warning(f"{mismatch}; continuing because of --ignore_tokenizer_mismatch.")
+    logger.warning(
+        f"{mismatch}; continuing because of --ignore_tokenizer_mismatch.", extra=SAME_ON_ALL_RANKS
+    )

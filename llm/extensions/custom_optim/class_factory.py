@@ -18,6 +18,7 @@ from llm.extensions.matrix_optim.matrices import BUCKET, ShardedMatrices
 from llm.optim.groups import parameter_groups
 from llm.optim.run_optimizer import MatrixTraffic, OptimizerFactory, RunOptimizer, StateMemory
 from llm.parallel.options import sizes_above_one
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.runtime.world import device_of, world_from_environment
 
 _ELEMENTWISE = frozenset(
@@ -54,7 +55,8 @@ class ClassRecord:
         if state["version"] != self._class.version:
             logger.warning(
                 f"The checkpoint was saved with {self._class.name} of {state['version']}, and this "
-                f"is {self._class.version}: the next steps may differ."
+                f"is {self._class.version}: the next steps may differ.",
+                extra=SAME_ON_ALL_RANKS,
             )
 
 

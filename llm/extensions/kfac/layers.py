@@ -15,6 +15,7 @@ from llm.extensions.matrix_optim.fused import Fusion
 from llm.extensions.matrix_optim.matrix_owners import gradients_of
 from llm.models.attention import evaluation_mode
 from llm.optim.groups import output_head
+from llm.runtime.logging import counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -152,8 +153,8 @@ class Coverage:
         num_trained = max(1, self.num_covered + self.num_skipped)
         num_layers = sum(len(factors) - 1 for factors in self.factor_sizes.values())  # but for A
         lines = [
-            f"K-FAC covers {num_layers} layers with {self.num_covered:,} of {num_trained:,} "
-            f"parameters ({self.num_covered / num_trained:.1%})."
+            f"K-FAC covers {counted(num_layers, 'layer')} with {self.num_covered:,} of "
+            f"{num_trained:,} parameters ({self.num_covered / num_trained:.1%})."
         ]
         num_stacks = sum(layer.is_stack for layer in self.layers)
         if num_stacks:
@@ -163,7 +164,7 @@ class Coverage:
         for reason, count in Counter(self.skipped.values()).items():
             names = [name for name, skip_reason in self.skipped.items() if skip_reason == reason]
             examples = ", ".join(names[:3]) + (", ..." if count > 3 else "")
-            lines.append(f"Not covered, {reason}: {examples} ({count} modules).")
+            lines.append(f"Not covered, {reason}: {examples} ({counted(count, 'module')}).")
         return "\n".join(lines)
 
 

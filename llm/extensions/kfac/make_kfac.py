@@ -321,7 +321,7 @@ def _describe_method(options: KFACSettings, update_settings: Mapping[str, Any]) 
     flags = [f"--{name}" for name in list_preconditioner_options(options)]
     reason = ""
     if options.kfac_method is None and flags:
-        reason = f", which {' and '.join(flags)} selects (ekfac has no such thing)"
+        reason = f" because of {' and '.join(flags)}, which ekfac does not take"
     description = (
         f"K-FAC's method is {choose_kfac_method(options)}{reason}; "
         f"factor_update_steps={update_settings['factor_update_steps']}, "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llm.config.options import non_default
 from llm.extensions.moe.router_settings import MoEOptions
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.trainers.gpt.seams import Extension, LoopExtension
 
 if TYPE_CHECKING:
@@ -50,19 +51,23 @@ class MoEExtension(Extension[MoEOptions]):
             for name in non_default(options):
                 if name in MoEOptions.__annotations__:
                     family = context.model.config.model_type
-                    logger.warning(f"--{name} changes nothing: {family} has no experts.")
+                    line = f"--{name} changes nothing: {family} has no experts."
+                    logger.warning(line, extra=SAME_ON_ALL_RANKS)
             return None
         if options.replica_option:
             logger.warning(
                 f"The load of experts is neither measured nor balanced, because "
-                f"{options.replica_option} trains several models."
+                f"{options.replica_option} trains several models.",
+                extra=SAME_ON_ALL_RANKS,
             )
             return None
         routers = self._make_routers(context)
         if routers is None:
             logger.warning(
                 f"The load of the experts of {context.model.config.model_type} cannot be measured, "
-                "and nothing balances it: the model lacks the interface of experts in transformers."
+                "and nothing balances it: the model lacks the interface of experts in "
+                "transformers.",
+                extra=SAME_ON_ALL_RANKS,
             )
         return routers
 

@@ -17,6 +17,7 @@ from llm.config.options import (
 )
 from llm.config.toml import read_toml
 from llm.errors import CheckpointError, ConfigError
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.trainers.gpt.config import is_complete
 from llm.trainers.gpt.extensions import GPTConfig
 
@@ -97,7 +98,8 @@ def _warn_of_omitted_options(parent_run: Path, omitted_names: Sequence[str]) -> 
     flags = ", ".join(f"--{name}" for name in omitted_names)
     logger.warning(
         f"{parent_run / 'config.toml'} sets {flags}, which a branch takes only from its own "
-        "command; give them there if you trust what they run."
+        "command; give them there if you trust what they run.",
+        extra=SAME_ON_ALL_RANKS,
     )
 
 

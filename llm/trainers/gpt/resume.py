@@ -18,6 +18,7 @@ from llm.checkpoint.staging import complete_staged_checkpoint
 from llm.data.data_digest import data_has_changed
 from llm.data.options import SOURCES
 from llm.errors import CheckpointError
+from llm.runtime.logging import SAME_ON_ALL_RANKS
 from llm.trainers.gpt.config import CoreConfig, packages_in_use
 from llm.trainers.gpt.recorded_options import (
     can_extend_training,
@@ -216,5 +217,6 @@ def _warn_about_cooldown_length(config: CoreConfig, checkpoint: Checkpoint) -> N
     if is_longer and is_cooldown_branch:
         logger.warning(
             "--max_duration does not make the run longer: the cooldown sets its length, "
-            f"--cooldown_tokens {config.cooldown_tokens:,}."
+            f"--cooldown_tokens {config.cooldown_tokens:,}.",
+            extra=SAME_ON_ALL_RANKS,
         )

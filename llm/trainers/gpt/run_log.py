@@ -26,7 +26,7 @@ from llm.models.patches.routers import float32_routers
 from llm.models.sizes import flops_per_token, parameter_counts
 from llm.parallel.base import AcceleratedStrategy
 from llm.runtime.agreement import gather
-from llm.runtime.logging import counted, event
+from llm.runtime.logging import SAME_ON_ALL_RANKS, counted, event
 from llm.runtime.process_settings import allocator_settings
 from llm.trainers.gpt.commands import python_command, start_command
 from llm.trainers.gpt.compute_optimal_preset import COMPUTE_OPTIMAL, describe_uncounted_tokens
@@ -167,7 +167,7 @@ def _log_options(run: Run) -> None:
         if run.config.preset == COMPUTE_OPTIMAL and run.start is None:
             warning = describe_uncounted_tokens(vars(run.config), len(run.tokenizer))
             if warning is not None:
-                logger.warning(warning)
+                logger.warning(warning, extra=SAME_ON_ALL_RANKS)
     elif not starts_from_weights and "learning_rate" not in non_default(run.config):
         logger.info(
             "advice: the default --learning_rate is for fine-tuning; random weights learn faster "
@@ -221,7 +221,8 @@ def _log_batch_phases(run: TrainingRun) -> None:
         if phase.first_step >= batch_plan.total_steps:
             logger.warning(
                 f"The run ends before --global_batch_size {run.config.global_batch_size} grows to "
-                f"{phase.global_batch_size} samples."
+                f"{phase.global_batch_size} samples.",
+                extra=SAME_ON_ALL_RANKS,
             )
             break
         num_micro_batches, micro_batch_size = batch_plan.micro_batch_shape(phase.first_step)
@@ -285,7 +286,8 @@ def _log_stages(run: TrainingRun) -> None:
         if first_sample >= num_samples:
             logger.warning(
                 f"data_stage {stage_number} begins after the last of {num_samples:,} samples: the "
-                "run never reads it."
+                "run never reads it.",
+                extra=SAME_ON_ALL_RANKS,
             )
 
 
@@ -315,7 +317,7 @@ def _warn_about_repeated_data(run: TrainingRun) -> None:
         max_duration=run.config.max_duration,
     )
     if warning is not None:
-        logger.warning(warning)
+        logger.warning(warning, extra=SAME_ON_ALL_RANKS)
 
 
 def log_end(

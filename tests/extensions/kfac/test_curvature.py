@@ -206,8 +206,8 @@ def test_the_log_lists_covered_layers_and_their_memory():
 
     # A and G of 256 x 256 in fp32, an eigenbasis each, and little else.
     assert Curvature(find_covered_layers(model)).describe().splitlines() == [
-        "K-FAC covers 1 layers with 65,536 of 66,048 parameters (99.2%).",
-        "Not covered, since it is a LayerNorm: 1 (1 modules).",
+        "K-FAC covers 1 layer with 65,536 of 66,048 parameters (99.2%).",
+        "Not covered, since it is a LayerNorm: 1 (1 module).",
         "K-FAC keeps 1.0 MiB of factors and bases on this rank.",
     ]
     # In halves: A and G are two blocks of 128 x 128 each.
