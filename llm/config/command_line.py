@@ -468,7 +468,8 @@ def _describe_stray_value(value: str, cls: type, *, preceding_word: str) -> str:
             f"{preceding_word} takes true, false or no value, and '{value}' follows it; leave that "
             "out."
         )
-    return f"'{value}' has no option before it."
+    hint = f"; for a TOML file, write --config {value}" if value.endswith(".toml") else ""
+    return f"'{value}' has no option before it{hint}."
 
 
 @functools.cache  # a program may read options several times

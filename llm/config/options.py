@@ -430,7 +430,10 @@ def removed_options(cls: type) -> dict[str, Any]:
 
 def bad_value_message(field: Field, value: Any) -> str:
     """Return the end of a sentence about a value that an option does not allow."""
-    return f"expects {field.value_description}, not {value!r}."
+    description = field.value_description
+    if Duration in field.members and re.fullmatch(r"[1-9]\d*", str(value)):
+        description = description.replace("'100 ", f"'{value} ")
+    return f"expects {description}, not {value!r}."
 
 
 def check_ranges(config: Any) -> None:

@@ -41,15 +41,20 @@ HUGGING_FACE = {  # Trainer, run_clm.py and TRL; docs/guides/migration.md shows 
 
 SHORT_NAMES = {  # of Accelerate's examples and many scripts
     "batch_size": "per_device_train_batch_size",
+    "bf16_full_eval": "mixed_precision bf16",
     "context_length": "block_size",
     "dataset": "dataset_name",
     "dataset_config": "dataset_config_name",
+    "dataset_num_proc": "preprocessing_num_workers",
+    "dataset_text_field": "text_column",
+    "device_batch_size": "per_device_train_batch_size",
     "epochs": "num_train_epochs",
     "eval_batch_size": "per_device_eval_batch_size",
     "eval_file": "validation_file",
     "evaluation_strategy": "eval_steps N",
     "flash_attention": "attention_implementation flash_attention_2",
     "fp8": "mixed_precision fp8",
+    "fsdp_transformer_layer_cls_to_wrap": "data_parallel_shard_size N",
     "gradient_accumulation": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
     "learning_rate_scheduler": "lr_scheduler_type",
@@ -76,21 +81,29 @@ SHORT_NAMES = {  # of Accelerate's examples and many scripts
     "use_flash_attn": "attention_implementation flash_attention_2",
     "validation_split": "validation_split_percentage",
     "wandb_project": "project_name",
+    "with_tracking": "report_to",
 }
 
 MEGATRON = {  # Megatron-LM, and the scripts that start it
     "adam_eps": "eps",
+    "async_save": "async_checkpoint",
+    "attention_dropout": "config_overrides attn_pdrop=P",
     "clip_grad": "max_grad_norm",
     "cp": "context_parallel_size",
+    "data_cache_path": "data_cache_dir",
     "disable_bias_linear": "no_bias",
     "distributed_timeout_minutes": "timeout SECONDS",
     "ep": "expert_parallel_size",
     "eval_iters": "max_eval_steps",
     "exit_duration_in_mins": "exit_after",
     "expert_model_parallel_size": "expert_parallel_size",
+    "ffn_hidden_size": "config_overrides n_inner=N",
     "finetune": "init_from RUN",
+    "hidden_dropout": "config_overrides resid_pdrop=P,embd_pdrop=P",
+    "init_method_std": "config_overrides initializer_range=X",
     "load": "resume_from_checkpoint",
     "log_interval": "logging_steps",
+    "log_params_norm": "log_norms",
     "lr_decay_style": "lr_scheduler_type",
     "lr_warmup_iters": "num_warmup_steps",
     "lr_warmup_samples": "num_warmup_samples",
@@ -99,23 +112,35 @@ MEGATRON = {  # Megatron-LM, and the scripts that start it
     "make_vocab_size_divisible_by": "pad_vocab_to_multiple_of",
     "max_position_embeddings": "config_overrides n_positions=N",
     "micro_batch_size": "per_device_train_batch_size",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+    "moe_router_load_balancing_type": "router_balancing",
+    "moe_z_loss_coeff": "router_z_loss",
+    "no_load_optim": "init_from RUN",
+    "no_load_rng": "init_from RUN",
     "num_layers_per_virtual_pipeline_stage": "virtual_stages",
+    "num_query_groups": "config_overrides num_key_value_heads=N",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
     "pp": "pipeline_parallel_size",
+    "pretrained_checkpoint": "init_from RUN",
+    "rampup_batch_size": "global_batch_size 256@0,512@2B",
     "recompute_activations": "activation_checkpointing selective",
     "recompute_granularity": "activation_checkpointing full",
     "save": "output_dir",
     "seq_len": "block_size",
     "seq_length": "block_size",
     "sequence_length": "block_size",
+    "skip_train": "eval_only",
+    "tensorboard_log_interval": "logging_steps",
     "tensor_model_parallel_size": "tensor_parallel_size",
     "tokenizer_model": "tokenizer_name",
     "tp": "tensor_parallel_size",
     "train_iters": "max_train_steps",
     "train_samples": "max_train_samples",
+    "untie_embeddings_and_output_weights": "config_overrides tie_word_embeddings=false",
     "use_distributed_optimizer": "data_parallel_shard_size N",
     "use_torch_fsdp2": "data_parallel_shard_size N",
     "virtual_pipeline_model_parallel_size": "virtual_stages",
+    "vocab_size": "config_overrides vocab_size=N",
 }
 
 NEMO = {  # NeMo and Lightning; only the part after the last dot
@@ -150,9 +175,9 @@ NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "max_iters": "max_train_steps",
     "max_norm": "max_grad_norm",
     "max_tokens": "max_train_tokens",
-    "n_embd": "config_overrides n_embd=N",
-    "n_head": "config_overrides n_head=N",
-    "n_layer": "config_overrides n_layer=N",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_layers",
     "out_dir": "output_dir",
     "steps": "max_train_steps",
     "wandb_log": "report_to wandb",
@@ -161,11 +186,17 @@ NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "wd": "weight_decay",
 }
 
+GENERATE = {  # nanoGPT's sample.py; PROGRAMS has the same name for the output of others
+    "out_dir": "run",
+}
+
 PROGRAMS = {  # names of other programs for options of our data programs, `generate` and `jobs`
+    "checkpoint_dir": "run",
     "gpus": "gpus_per_node",
     "input_file": "input",
     "input_files": "input",
     "job_name": "name",
+    "log_interval": "log_seconds",
     "max_length": "max_new_tokens",
     "max_tokens": "max_new_tokens",
     "model": "run",
@@ -178,6 +209,7 @@ PROGRAMS = {  # names of other programs for options of our data programs, `gener
     "output_path": "output_prefix",
     "partitions": "workers",
     "start": "prompt",
+    "text_field": "text_column",
     "time_limit": "time",
     "tokenizer": "tokenizer_name",
     "walltime": "time",
@@ -192,6 +224,14 @@ _DDP = "is not needed: the trainer chooses the settings of DDP"
 _TRAINS_AND_EVALUATES = "is not needed: a run trains and evaluates; --eval_only only evaluates"
 _PACKED = "is not needed: documents are packed into windows of --block_size tokens"
 _TOP_K = "is not an option: --save_top_k takes the lowest validation loss"
+_RUN_NAME = "is not an option: a run has the name of its --output_dir"
+_HUB_TOKEN = "is not an option: log in with hf auth login, or set HF_TOKEN"
+_REVISION = "is not an option: download that revision, and name its folder"
+_LOSS_SCALE = "is not needed: --mixed_precision fp16 adapts the scale of the loss"
+_LLAMA = "is not an option: --model_type llama has SwiGLU, RMSNorm and rotary positions"
+_ADAPTERS = "is not an option: llm-trainers has no adapters"
+_BACKEND = "is not needed: the device decides it"
+_LEAVE_OUT = "is not needed: leave it out"
 
 # End of the sentence about each name without a counterpart. A program uses it only if it has all
 # options in it.
@@ -223,27 +263,66 @@ HUGGING_FACE_REMARKS = {  # in the order of docs/guides/migration.md, too
     "dataloader_pin_memory": _WORKERS,
     "ddp_find_unused_parameters": _DDP,
     "ddp_bucket_cap_mb": _DDP,
-    "run_name": "is not an option: a run has the name of its --output_dir",
+    "run_name": _RUN_NAME,
     "logging_dir": _TENSORBOARD,
-    "hub_token": "is not an option: log in with hf auth login, or set HF_TOKEN",
+    "hub_token": _HUB_TOKEN,
     "cache_dir": "is not an option: the variable HF_HOME names the folder of downloads",
     "no_cuda": _HIDE_GPUS,
     "use_cpu": _HIDE_GPUS,
 }
 
 REMARKS = HUGGING_FACE_REMARKS | {
+    "accumulate_allreduce_grads_in_fp32": _LEAVE_OUT,
+    "always_save_checkpoint": "is not an option: --save_top_k keeps the best checkpoints",
+    "backend": _BACKEND,
     "coordinate_check": "is a program of a clone, which checks --mup: python -m "
     "benchmarks.coordinate_check",
     "cpu": _HIDE_GPUS,
+    "attention_softmax_in_fp32": _LEAVE_OUT,
+    "data_args_path": "is not an option: a TOML file takes a long --data_path, as data_path = "
+    '[0.7, "A", 0.3, "B"]',
+    "data_impl": _LEAVE_OUT,
+    "dataset_impl": _LEAVE_OUT,
+    "ddp_backend": _BACKEND,
     "device": "is not needed: each process takes the GPU of its rank, or the CPU",
+    "distributed_backend": _BACKEND,
+    "end_weight_decay": "is not an option: --weight_decay stays the same",
     "exit_signal_handler": "is not needed: signals save a checkpoint, as --exit_after does",
+    "group_query_attention": "is not an option: --config_overrides num_key_value_heads=N sets it "
+    "for models such as llama",
+    "hub_private_repo": "is not needed: a repository that --push_to_hub makes is private",
+    "initial_loss_scale": _LOSS_SCALE,
+    "load_in_8bit": _ADAPTERS,
     "local_rank": "is not needed: the launcher tells each process its rank",
+    "lora_r": _ADAPTERS,
+    "loss_scale": _LOSS_SCALE,
     "lr_decay_iters": "is not an option: the decay ends with the run, or --num_constant_steps "
     "before its end",
     "lr_warmup_fraction": _WARMUP,
+    "model_revision": _REVISION,
+    "normalization": _LLAMA,
     "num_workers": _WORKERS,
+    "overlap_grad_reduce": _LEAVE_OUT,
+    "overlap_param_gather": _LEAVE_OUT,
+    "position_embedding_type": _LLAMA,
+    "remove_unused_columns": "is not needed: only the --text_column is read",
+    "revision": _REVISION,
+    "save_safetensors": _LEAVE_OUT,
+    "swiglu": _LLAMA,
     "tensorboard_dir": _TENSORBOARD,
+    "token": _HUB_TOKEN,
+    "tokenizer_type": "is not needed: the files of --tokenizer_name tell it",
+    "transformer_impl": _LEAVE_OUT,
+    "use_auth_token": _HUB_TOKEN,
+    "use_cpu_initialization": _LEAVE_OUT,
+    "use_fast": "is not needed: tokenizers are fast ones without --use_slow_tokenizer",
+    "use_fast_tokenizer": "is not needed: tokenizers are fast ones without --use_slow_tokenizer",
+    "use_mcore_models": _LEAVE_OUT,
+    "use_peft": _ADAPTERS,
+    "use_rotary_position_embeddings": _LLAMA,
     "version": "is an option of llm-trainers alone: llm-trainers --version",
+    "wandb_exp_name": _RUN_NAME,
+    "wandb_run_name": _RUN_NAME,
 }
 
 
@@ -259,7 +338,15 @@ def describe_counterpart(name: str, options: Collection[str], *, dashes: str) ->
         Such as "is --max_train_steps here".
     """
     plain_name = name.rpartition(".")[2].lower().replace("-", "_")
-    for equivalent_by_name in (HUGGING_FACE, SHORT_NAMES, MEGATRON, NEMO, NANOGPT, PROGRAMS):
+    for equivalent_by_name in (
+        HUGGING_FACE,
+        SHORT_NAMES,
+        MEGATRON,
+        NEMO,
+        NANOGPT,
+        GENERATE,
+        PROGRAMS,
+    ):
         equivalent = equivalent_by_name.get(plain_name)
         if equivalent is not None and equivalent.partition(" ")[0] in options:
             return f"is {dashes}{equivalent} here"

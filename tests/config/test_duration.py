@@ -69,7 +69,7 @@ def test_a_duration_is_a_number_and_a_unit(text, value, unit, plain):
 
 
 @pytest.mark.parametrize(
-    "text", ["600", "steps", "1.5 steps", "2.0001K tokens", "5 parsecs", "inf steps", "5%", ""]
+    "text", ["steps", "1.5 steps", "2.0001K tokens", "5 parsecs", "inf steps", "5%", ""]
 )
 def test_text_that_is_not_a_duration_is_refused_by_name(text, tmp_path):
     message = "expects a number of steps, tokens or epochs, such as '100 steps'"
@@ -77,6 +77,14 @@ def test_text_that_is_not_a_duration_is_refused_by_name(text, tmp_path):
         read(f"--length={text}")
     with pytest.raises(ConfigError, match=f"length {message}"):
         read_file(tmp_path, f'length = "{text}"')
+
+
+def test_a_number_without_a_unit_is_shown_with_one(tmp_path):
+    message = "expects a number of steps, tokens or epochs, such as '600 steps', not"
+    with pytest.raises(ConfigError, match=f"--length {message} '600'"):
+        read("--length", "600")
+    with pytest.raises(ConfigError, match=f"length {message} 600"):
+        read_file(tmp_path, "length = 600")
 
 
 def test_an_option_takes_its_units_only():

@@ -55,7 +55,9 @@ def refusal(*words: str, cls: type = GPTConfig) -> str:
         ("fsdp", "data_parallel_shard_size N"),
         ("model.optim.lr", "learning_rate"),
         ("trainer.gradient_clip_val", "max_grad_norm"),
-        ("n_layer", "config_overrides n_layer=N"),
+        ("n_layer", "num_layers"),
+        ("ffn-hidden-size", "config_overrides n_inner=N"),
+        ("with_tracking", "report_to"),
     ],
 )
 def test_a_name_of_another_trainer_is_answered_with_the_option_here(name, here):
@@ -82,6 +84,10 @@ def test_what_has_no_counterpart_is_answered_with_the_reason():
     assert "a package of your own adds code to the training loop" in refusal("--callbacks", "mine")
     assert "CUDA_VISIBLE_DEVICES= before the command hides" in refusal("--no_cuda")
     assert "llm-trainers --version" in refusal("--version")
+    assert refusal("--use_fast_tokenizer", "true") == (
+        "--use_fast_tokenizer is not needed: tokenizers are fast ones without "
+        "--use_slow_tokenizer. See --help."
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,7 @@ def test_a_program_answers_with_its_own_options_only():
     assert "--max_length is --max_new_tokens here" in refusal(
         "--max_length", "9", cls=GenerateOptions
     )
+    assert "--out_dir is --run here" in refusal("--out_dir", "out", cls=GenerateOptions)
     assert "--num_workers is --workers here" in refusal("--num_workers", "9", cls=PrepareConfig)
     assert "--save_top_k" not in refusal("--metric_for_best_model", "loss", cls=JobOptions)
 
@@ -173,7 +180,7 @@ def test_every_answer_is_an_option_with_a_value_that_it_takes(table):
 
 def test_every_answer_of_the_other_programs_is_an_option_of_one_of_them():
     known = [{name for field in fields(cls) for name in field.names} for cls in PROGRAMS]
-    for name, here in other_trainers.PROGRAMS.items():
+    for name, here in {**other_trainers.PROGRAMS, **other_trainers.GENERATE}.items():
         assert any(here in names and name not in names for names in known), name
 
 

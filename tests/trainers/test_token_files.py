@@ -323,6 +323,8 @@ def test_a_run_that_names_no_tokenizer_takes_the_one_of_its_token_files(bench, c
     options |= {"model_type": "gpt2", "config_overrides": "n_layer=1,n_embd=32,n_head=2"}
     with pytest.raises(LLMError, match="No tokenizer is named: give --tokenizer_name"):
         bench.read(**options)
+    with pytest.raises(LLMError, match=r"There is no token file .*recorded: .*text_document"):
+        bench.read(**options | {"data_path": bench.folder / "recorded"})
     made_by = {"fingerprint": compute_fingerprint(tiny_tokenizer()), "largest_token": 319}
     describe(prefix, tokenizer=str(bench.model), **made_by)
 

@@ -19,6 +19,9 @@ def use_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
 
     Nothing changes if the options name a tokenizer, or the first token file has no sidecar. The
     fingerprint of the tokenizer is compared when the data are opened.
+
+    Raises:
+        DataError: The first token file does not exist.
     """
     if config.tokenizer_name or config.vocab_file or config.model_name_or_path:
         return config
@@ -27,7 +30,8 @@ def use_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     ]
     if not paths:
         return config
-    from llm.data.formats.sidecar import read_sidecar  # imports numpy
+    from llm.data.formats.flat import locate_token_file  # imports numpy
+    from llm.data.formats.sidecar import read_sidecar
 
     prefix = paths[0].removesuffix(".bin")
     try:
@@ -35,6 +39,7 @@ def use_tokenizer_of_data(config: _ConfigT) -> _ConfigT:
     except DataError:  # no tokenizer is named then, which `check_config` refuses
         return config
     if sidecar is None:
+        locate_token_file(Path(paths[0]))
         return config
     logger.info(f"tokenizer: {sidecar.tokenizer}, which {prefix}.json names")
     return dataclasses.replace(config, tokenizer_name=sidecar.tokenizer)
