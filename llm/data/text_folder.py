@@ -58,7 +58,8 @@ def find_text_files(folder: Path, option: str) -> list[Path]:
     if not text_files:
         raise DataError(
             f"{option} {folder} is a folder without any file of a known kind: {', '.join(KINDS)}, "
-            f"plain or packed as {', '.join(COMPRESSIONS)}."
+            f"plain or packed as {', '.join(COMPRESSIONS)}. Plain text such as source code has to "
+            "be in files that end in .txt."
         )
     return text_files
 

@@ -64,6 +64,11 @@ def check_text_file(path: Path, option: str) -> None:
     """
     kind = kind_of(path)
     if not os.path.exists(path):
+        if "*" in path.name:
+            raise DataError(
+                f"{option} {path} is a pattern, and {option} takes one file; name the folder with "
+                "--dataset_name."
+            )
         raise DataError(
             f"{option} {path} does not exist, or its folder is not readable; check the path."
         )
@@ -74,7 +79,8 @@ def check_text_file(path: Path, option: str) -> None:
     if kind not in KINDS or (kind == ".parquet" and is_compressed(path)):
         raise DataError(
             f"{option} {path} has an unknown format; give one of {', '.join(KINDS)}, all but the "
-            f"last may be compressed, as in .jsonl.gz ({', '.join(COMPRESSIONS)})."
+            f"last may be compressed, as in .jsonl.gz ({', '.join(COMPRESSIONS)}). Plain text "
+            "such as source code has to be in files that end in .txt."
         )
     if path.stat().st_size == 0:
         raise DataError(f"{option} {path} is empty; give a file with text.")

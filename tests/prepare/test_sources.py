@@ -24,14 +24,16 @@ def names(*inputs):
 
 
 def test_unreadable_files_are_refused_before_any_is_read(tmp_path):
-    for name in ("a.pdf", "a.parquet.gz"):
+    for name in ("a.pdf", "a.py", "a.parquet.gz"):
         write(tmp_path / name, "x")
     (tmp_path / "empty.txt").touch()
     write(tmp_path / "big.txt", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
 
     for path, message in {
         tmp_path / "none.txt": r"--train_file .*none\.txt does not exist",
+        tmp_path / "*.txt": "is a pattern, and --train_file takes one file; name the folder with",
         tmp_path: "is a folder; name it with --dataset_name",
+        tmp_path / "a.py": "Plain text such as source code has to be in files that end in .txt",
         "/dev/null": "--train_file /dev/null is not a regular file; write its text to a file",
         tmp_path / "a.pdf": r"unknown format; give one of \.txt, \.csv, .*, \.ndjson, \.parquet",
         tmp_path / "a.parquet.gz": r"all but the last may be compressed, as in \.jsonl\.gz \(\.gz",
