@@ -70,6 +70,14 @@ def test_an_example_is_what_the_command_in_its_head_writes(path, capsys, monkeyp
     assert write(capsys, *shlex.split(command), trainer=options_of(text)) == text
 
 
+def test_a_warning_about_options_is_printed_once_for_all_members(capsys, caplog):
+    members = ["--output_dir", "s", "--grid", "seed=1,2,3", "--", *TRAINER[:-2]]
+    members += ["--learning_rate", "1e-3", "--learning_rate", "2e-3"]
+    write(capsys, "sweep", "slurm", trainer=members)
+    sentence = "--learning_rate is given twice: 0.002 counts, and 0.001 does not."
+    assert caplog.messages.count(sentence) == 1
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_the_trainer_accepts_an_examples_options_which_resume(path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)

@@ -6,8 +6,10 @@ template `slurm.sh` or `pbs.sh` with the options and the settings in `sites.toml
 sweep slurm ... -- SWEEP OPTIONS` an array with a job for each member of a sweep.
 """
 
+import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -75,15 +77,35 @@ _VARIABLE_BY_OPTION = {
 @program
 def main(argv: Sequence[str]) -> int:
     """Run the program; return the exit code."""
-    match list(argv):
-        case ["prepare", *arguments]:
-            return write_preparation_job(arguments)
-        case ["output_dir", *arguments]:
-            return _print_output_dir(arguments)
-        case ["sweep", *arguments]:
-            return _write_training_job(arguments, is_sweep=True)
-        case arguments:
-            return _write_training_job(arguments, is_sweep=False)
+    with _without_repeated_warnings():
+        match list(argv):
+            case ["prepare", *arguments]:
+                return write_preparation_job(arguments)
+            case ["output_dir", *arguments]:
+                return _print_output_dir(arguments)
+            case ["sweep", *arguments]:
+                return _write_training_job(arguments, is_sweep=True)
+            case arguments:
+                return _write_training_job(arguments, is_sweep=False)
+
+
+@contextlib.contextmanager
+def _without_repeated_warnings() -> Iterator[None]:
+    """Log each warning once, although the trainer's options are read for each check and member."""
+    messages = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_repeated = message in messages
+        messages.add(message)
+        return not is_repeated
+
+    logger = logging.getLogger("llm")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _print_output_dir(trainer_arguments: Sequence[str]) -> int:
