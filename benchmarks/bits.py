@@ -61,9 +61,6 @@ _UNCOMPILED = {"compiled": False}
 # In the order of their worth, since the time may end. A resumed training follows its reference,
 # which is the only one that saves the state.
 CONDITIONS = {
-    "straight": Condition(reference="straight"),
-    "resumed, warm": Condition(reference="straight", changes=_RESUMED, caches="warm"),
-    "resumed, cold": Condition(reference="straight", changes=_RESUMED),
     "reproducible, straight": Condition(reference="reproducible, straight", changes=_REPRODUCIBLE),
     "reproducible, resumed with the saved code": Condition(
         reference="reproducible, straight", changes=_REPRODUCIBLE | _RESUMED
@@ -71,6 +68,9 @@ CONDITIONS = {
     "reproducible, resumed and compiled again": Condition(
         reference="reproducible, straight", changes={"reproducible": True, **_RESUMED}
     ),
+    "straight": Condition(reference="straight"),
+    "resumed, warm": Condition(reference="straight", changes=_RESUMED, caches="warm"),
+    "resumed, cold": Condition(reference="straight", changes=_RESUMED),
     "straight, state copied on a stream": Condition(reference="straight", changes={"copies": True}),
     "straight, other hash seed": Condition(
         reference="straight", environment={"PYTHONHASHSEED": "1"}

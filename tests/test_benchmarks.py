@@ -638,8 +638,8 @@ def test_trainings_are_reported_before_the_time_ends(tmp_path, monkeypatch):
         bits.report(bits.BitsOptions(output=str(output)), tmp_path)
     rows = rows_of(output.read_text())[1:]
     assert [row[:2] for row in rows] == [
-        ["| straight", "none"],
-        ["| resumed, warm", "failed: no kernel"],
+        ["| reproducible, straight", "none"],
+        ["| reproducible, resumed with the saved code", "failed: no kernel"],
     ]
 
 
