@@ -114,6 +114,12 @@ def explain_dataset_errors(
         message = str(error)
         if isinstance(error, ValueError) and re.search("BuilderConfig|Config name", message):
             raise _make_configuration_error(dataset_name, dataset_config_name, message) from error
+        if message.startswith("Dataset scripts are no longer supported"):
+            raise DataError(
+                f"--{option_name} {dataset_name} is a Python script, which the datasets library "
+                "runs only before version 4: name a data set of files, or the folder to which "
+                "save_to_disk of an older version has written this one."
+            ) from error
         if is_local:
             reason = one_line(error.__cause__ or error)
             raise DataError(f"--dataset_name {dataset_name} cannot be read: {reason}.") from error

@@ -166,6 +166,13 @@ def test_an_old_name_without_an_owner_is_looked_up_on_the_hub(hub, caplog, monke
     assert find_repository("wikitext") == "Salesforce/wikitext"  # its name in the cache
 
 
+def test_a_data_set_that_is_a_script_is_refused_with_a_remedy(hub):
+    (hub.folder("EleutherAI/pile", "datasets") / "pile.py").write_text("")
+
+    with pytest.raises(DataError, match=r"--dataset_name EleutherAI/pile is a Python script, .*of"):
+        splits("EleutherAI/pile", "all")["train"].exists()
+
+
 def test_a_stream_that_breaks_off_is_reported_in_one_sentence(monkeypatch):
     def rows():
         yield {"text": "one"}
