@@ -257,9 +257,9 @@ def _compare(name: str, result: Mapping[str, Any], expected: Mapping[str, Any] |
         return [name, "none", "", code]
     count = len(difference.tensors)
     loss = "the loss is equal" if difference.is_loss_equal else "the loss differs"
-    expected, found = difference.norms
+    expected_norm, norm = difference.norms
     text = f"{loss}; {count} gradients, the last {', '.join(difference.tensors[-3:])}"
-    return [name, str(difference.step), f"{text}; norm {found:.8g} for {expected:.8g}", code]
+    return [name, str(difference.step), f"{text}; norm {norm:.8g} for {expected_norm:.8g}", code]
 
 
 if __name__ == "__main__":

@@ -620,6 +620,9 @@ def test_the_first_other_bits_are_found():
     assert difference == bits.Difference(
         step=5, is_loss_equal=True, tensors=["v"], norms=(2.0, 2.0)
     )
+    assert bits._compare("resumed", training(v="g"), training()) == [
+        *("resumed", "5", "the loss is equal; 1 gradients, the last v; norm 2 for 2", "")
+    ]
 
 
 def test_trainings_are_reported_before_the_time_ends(tmp_path, monkeypatch):
