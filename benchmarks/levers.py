@@ -280,7 +280,7 @@ def _measure_and_print(options: LeversOptions, comparison: Comparison) -> list[l
     """Print a comparison's rows, append them to the file, and return their cells in the report."""
     try:
         rows = measure(comparison, options.repeats, options.device)
-    except Exception as error:  # a kernel that fails must not end the lease of a GPU
+    except Exception as error:  # a kernel that fails must not end the comparisons that follow
         message = f"{type(error).__name__}: {one_line(error)}"
         rows = [{"comparison": comparison.name, "error": message}]
     cells = []
