@@ -4,7 +4,8 @@ Start it alone, or like a training, with one process per device under torchrun, 
 trains small models in separate processes, so that a crash or a hang ends one check only.
 
 Exit codes: 0 every check has passed; 1 a check has failed or was not run; 2 an option, the file or
-the launcher cannot work.
+the launcher cannot work. The code is rank 0's: a launcher stops all ranks once one has failed, so
+the others end with 0 and do not cut rank 0 short.
 """
 
 import json
@@ -84,15 +85,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve_rank0(world: World, board: Board, deadline: float) -> int:
-    """Start what rank 0 posts; return its exit code."""
+    """Start what rank 0 posts; return the exit code of this rank."""
     posted_folder = board.get_global("folder", time.monotonic() + _CONNECT_SECONDS)
     if not posted_folder:  # rank 0 refuses the options, and says why, or is not there
         board.set("refused", True)
-        return 2
+        return 2 if posted_folder is None else 0
     folder = Path(posted_folder)
     board.set("folder_seen", folder.is_dir())
     board.set("personal_words", personal_words())
-    return RankPrograms(world, board, folder).serve(deadline=deadline + 2 * _MACHINE_SECONDS)
+    RankPrograms(world, board, folder).serve(deadline=deadline + 2 * _MACHINE_SECONDS)
+    return 0
 
 
 def _collect_evidence(
@@ -123,15 +125,14 @@ def _collect_evidence(
         all_passed = _run_parts(options, programs, evidence_file, deadline)
         sys.stdout.write("\n".join(evidence_file.summary()) + "\n")
         sys.stdout.write(f"Everything is in {path}; read it before you send it.\n")
-        exit_code = 0 if all_passed else 1
-        programs.finish(exit_code)
+        programs.finish()
     except ConfigError:  # the site has other devices
         path.unlink()
-        programs.finish(2)
+        programs.finish()
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return exit_code
+    return 0 if all_passed else 1
 
 
 def _make_folder(folder: Path, path: Path) -> None:

@@ -94,14 +94,11 @@ class RankPrograms:
         ranks = range(self.world.world_size)
         return [Outcome(**reports[rank]) if rank in reports else silent for rank in ranks]
 
-    def serve(self, *, deadline: float) -> int:
+    def serve(self, *, deadline: float) -> None:
         """Start what rank 0 posts, until it has finished.
 
         Args:
             deadline: Time on the monotonic clock after which rank 0 counts as dead.
-
-        Returns:
-            The exit code of rank 0.
 
         Raises:
             ParallelError: Rank 0 posts nothing more.
@@ -114,15 +111,15 @@ class RankPrograms:
             if posted is None:
                 raise ParallelError(f"Rank 0 does not answer rank {self.world.rank}.")
             request = json.loads(posted)
-            if isinstance(request, int):
+            if request is None:
                 self._board.set("finished", True)
-                return request
+                return
             self._run_requested(name, request)
 
-    def finish(self, exit_code: int) -> None:
+    def finish(self) -> None:
         """End `serve` on the other ranks; rank 0 ends last because it may serve the store."""
         if self._board is not None:
-            self._board.set_global(self._next_request_name(), json.dumps(exit_code))
+            self._board.set_global(self._next_request_name(), json.dumps(None))
             self._board.set("finished", True)
             self._board.wait("finished", time.monotonic() + _REPLY_SECONDS)
 
