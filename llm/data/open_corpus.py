@@ -324,7 +324,8 @@ class _CorpusOpener:
         paths, blend_weights = parse_blend(blend, option=option)
         for path, count in Counter(paths).items():
             if count > 1:
-                logger.warning(f"{option} names {path} {count} times, and each counts as a source")
+                line = f"{option} names {path} {count} times, and each counts as a source"
+                logger.warning(line, extra=SAME_ON_ALL_RANKS)
         # By one rank: thousands of ranks would list the folder and read the sidecar of each file.
         descriptions = on_rank0(lambda: [describe_token_files(path) for path in paths])
         sources = [

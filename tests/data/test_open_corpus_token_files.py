@@ -58,6 +58,7 @@ def test_a_path_that_is_given_twice_is_named(wiki, code, caplog):
     opened(data_path=(str(wiki), str(code), str(wiki)))
 
     assert caplog.messages == [f"--data_path names {wiki} 2 times, and each counts as a source"]
+    assert caplog.records[0].same_on_all_ranks
 
 
 def paths_as_words(paths):
