@@ -544,7 +544,7 @@ def _encode_plain_values(values_by_part: Mapping[str, Any]) -> str:
     for part_name, values in values_by_part.items():
         try:
             texts.append(f"{json.dumps(part_name)}: {json.dumps(tag_tuples(values))}")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"The state of {part_name} cannot be saved ({error}); let its state_dict "
                 "return tensors, numbers, texts, and lists, tuples and dictionaries of them."

@@ -383,8 +383,13 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, bad, dtype):
 
 
 def test_a_state_that_json_does_not_hold_is_refused_with_its_part(tmp_path):
-    with pytest.raises(CheckpointError, match=r"^The state of part cannot be saved \(Ob"):
-        saver_of(tmp_path, Part({"numbers": {1, 2}})).save(step=1, eval_loss=None)
+    circular_list = []
+    circular_list.append(circular_list)
+    for value, reason in (({1, 2}, "Object of type set"), (circular_list, "maximum recursion")):
+        with pytest.raises(
+            CheckpointError, match=rf"^The state of part cannot be saved \({reason}"
+        ):
+            saver_of(tmp_path, Part({"numbers": value})).save(step=1, eval_loss=None)
 
     assert steps(tmp_path) == []
 
