@@ -44,7 +44,7 @@ from llm.checkpoint.run_folder import RunFolder
 from llm.errors import CheckpointError, ConfigError, explain_os_error
 from llm.runtime.agreement import gather, on_all_ranks, on_rank0
 from llm.runtime.files import checksum, delete, sync_file, sync_folder, try_lock, write_whole
-from llm.runtime.logging import list_first
+from llm.runtime.logging import SAME_ON_ALL_RANKS, list_first
 from llm.runtime.world import world_from_environment
 
 _FOLDER_PREFIX = "llm-staged-"
@@ -320,7 +320,8 @@ def complete_staged_checkpoint(folder: RunFolder, option: str | None) -> None:
     staging_clause = _describe_last_staging(record)
     if option is None:
         logger.warning(
-            f"{staging_clause}. Without --stage_checkpoints, this start takes none of them."
+            f"{staging_clause}. Without --stage_checkpoints, this start takes none of them.",
+            extra=SAME_ON_ALL_RANKS,
         )
         return
     root = staging_root(option)
@@ -337,7 +338,8 @@ def complete_staged_checkpoint(folder: RunFolder, option: str | None) -> None:
         if not ranks_by_file_and_key and not {*record["hosts"]} <= {*gather(socket.gethostname())}:
             logger.warning(
                 f"{staging_clause}. This start does not have all of these nodes, and no staged "
-                f"checkpoint is later than step {newest_step}, the newest complete one."
+                f"checkpoint is later than step {newest_step}, the newest complete one.",
+                extra=SAME_ON_ALL_RANKS,
             )
 
 
@@ -413,7 +415,8 @@ def _copy_if_complete(
         local_problem = _find_missing_file(part, ranks_by_file) or _find_damage(part, local_files)
     problem = next((text for text in gather(local_problem) if text is not None), None)
     if problem is not None:
-        logger.warning(f"The staged checkpoint of step {step} is not used: {problem}.")
+        line = f"The staged checkpoint of step {step} is not used: {problem}."
+        logger.warning(line, extra=SAME_ON_ALL_RANKS)
         return False
     committing_rank = min((min(ranks) for ranks in ranks_by_file.values()), default=0)
     _copy_on_all_ranks(step, part, local_files, checkpoints, committing_rank=committing_rank)

@@ -317,6 +317,7 @@ def test_an_incomplete_or_damaged_staged_checkpoint_is_not_used(
     assert steps(run.checkpoints) == [1]
     assert "The staged checkpoint of step 2 is not used: " in caplog.text
     assert reason in caplog.text
+    assert caplog.records[-1].same_on_all_ranks
 
 
 def test_a_staged_checkpoint_without_a_manifest_does_not_count(run, node, monkeypatch):
@@ -341,6 +342,7 @@ def test_a_resume_on_another_node_says_where_checkpoints_were_staged(
 
     assert f"The last start staged its checkpoints in {node} on node-a, and did not" in caplog.text
     assert "no staged checkpoint is later than step 1" in caplog.text
+    assert caplog.records[-1].same_on_all_ranks
 
 
 def test_a_resume_without_the_option_says_that_nothing_staged_is_used(
@@ -350,6 +352,7 @@ def test_a_resume_without_the_option_says_that_nothing_staged_is_used(
     complete_staged_checkpoint(run, None)
     assert steps(run.checkpoints) == []
     assert "Without --stage_checkpoints, this start takes none of them." in caplog.text
+    assert caplog.records[-1].same_on_all_ranks
 
 
 def test_a_full_shared_disk_refuses_the_resume_and_loses_nothing(run, node, monkeypatch):
