@@ -234,16 +234,14 @@ def report(options: CurveOptions, folder: Path) -> str:
         make_corpus(text, options.megabytes)
     runs = _Runs(options, folder, text, deadline=deadline)
     parts_by_run: dict[str, list[Part]] = {"straight": [], "killed": []}
-    report_text = ""
     for name, kill_at in (
         ("straight", ()),
         ("killed", kill_steps(options.steps, options.kills)),
     ):
         for part in runs.train(name, kill_at):
             parts_by_run[name].append(part)
-            report_text = _render_curves(options, card, text, runs, parts_by_run)
-            write_report(options, report_text)
-    return report_text
+            write_report(options, _render_curves(options, card, text, runs, parts_by_run))
+    return _render_curves(options, card, text, runs, parts_by_run)
 
 
 def _render_curves(

@@ -672,6 +672,16 @@ def test_a_killed_curve_is_reported_after_each_start_and_in_time(tmp_path, monke
     assert "| straight | 0 | 9 | finished |" in output.read_text()
 
 
+def test_a_killed_curve_without_time_for_a_run_is_reported_too(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    monkeypatch.setattr(killed_curve, "find_card", lambda: None)
+    monkeypatch.setattr(killed_curve.time, "monotonic", iter([0.0, 2.0, 2.0]).__next__)
+    options = killed_curve.CurveOptions(size="toy", seconds=1.0, text=str(text))
+    report_text = killed_curve.report(options, tmp_path)
+    assert "Of 0 steps that both runs logged" in report_text
+
+
 def test_a_run_is_killed_once_in_each_part():
     steps = killed_curve.kill_steps(800, 3)
     assert [step // 200 for step in steps] == [0, 1, 2]

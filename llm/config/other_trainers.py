@@ -186,10 +186,6 @@ NANOGPT = {  # and short names of torchtitan, OLMo-core and litgpt
     "wd": "weight_decay",
 }
 
-GENERATE = {  # nanoGPT's sample.py; PROGRAMS has the same name for the output of others
-    "out_dir": "run",
-}
-
 PROGRAMS = {  # names of other programs for options of our data programs, `generate` and `jobs`
     "checkpoint_dir": "run",
     "gpus": "gpus_per_node",
@@ -213,6 +209,10 @@ PROGRAMS = {  # names of other programs for options of our data programs, `gener
     "time_limit": "time",
     "tokenizer": "tokenizer_name",
     "walltime": "time",
+}
+
+GENERATE = {  # nanoGPT's sample.py, for a program without an output
+    "out_dir": "run",
 }
 
 _HIDE_GPUS = "is not an option: CUDA_VISIBLE_DEVICES= before the command hides the GPUs"
@@ -344,8 +344,8 @@ def describe_counterpart(name: str, options: Collection[str], *, dashes: str) ->
         MEGATRON,
         NEMO,
         NANOGPT,
-        GENERATE,
         PROGRAMS,
+        GENERATE,
     ):
         equivalent = equivalent_by_name.get(plain_name)
         if equivalent is not None and equivalent.partition(" ")[0] in options:

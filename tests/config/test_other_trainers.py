@@ -13,6 +13,7 @@ from llm.config.toml import read_toml
 from llm.errors import ConfigError
 from llm.prepare.options import PrepareConfig
 from llm.prepare.train_tokenizer import TrainTokenizerOptions
+from llm.tools.checkpoints import CheckpointsOptions
 from llm.tools.fetch import FetchOptions
 from llm.tools.generate import GenerateOptions
 from llm.tools.jobs.options import JobOptions
@@ -128,6 +129,7 @@ def test_a_program_answers_with_its_own_options_only():
         "--max_length", "9", cls=GenerateOptions
     )
     assert "--out_dir is --run here" in refusal("--out_dir", "out", cls=GenerateOptions)
+    assert "--out_dir is --output here" in refusal("--out_dir", "out", cls=CheckpointsOptions)
     assert "--num_workers is --workers here" in refusal("--num_workers", "9", cls=PrepareConfig)
     assert "--save_top_k" not in refusal("--metric_for_best_model", "loss", cls=JobOptions)
 

@@ -65,7 +65,7 @@ def check_job(job: SchedulerOptions, site: Site) -> None:
 
 
 def check_queue_option(command: Sequence[str], job: SchedulerOptions, site: Site) -> None:
-    """Refuse `--partition` where the queue is a QOS or PBS's, and `--qos` where it is a partition.
+    """Refuse `--partition` or `--qos` if the queue of the job is of another kind.
 
     Args:
         command: The job's arguments.

@@ -173,7 +173,7 @@ class Site:
         return self
 
     def bind_ranks(self, *, ranks: int, cores: int) -> str:
-        """Return the argument of PALS's `--cpu-bind` for a rank on each device of a node.
+        """Return the argument of PALS's `--cpu-bind` for a node's ranks with `cores` cores each.
 
         Raises:
             ConfigError: A socket has fewer cores.
