@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llm.checkpoint.format import Checkpoint
+from llm.checkpoint.load import list_checkpoints
 from llm.errors import CheckpointError, LLMError
 from llm.tools.checkpoints import main as checkpoints
 from llm.trainers.gpt.branch import make_branch
@@ -69,6 +70,15 @@ def test_a_branch_continues_as_its_parent_bit_for_bit(bench, parent, ranks):
     assert last_counts(branch) == last_counts(parent)
     assert weights_hash(branch.folder) == weights_hash(parent.folder)
     assert files(parent.folder) == before
+
+
+def test_a_branch_neither_scores_nor_copies_the_checkpoint_of_its_parent(bench, parent):
+    options = {"save_top_k": 1, **FROM_PARENT}
+    branch = bench.train_well("scored", branch_from=parent.folder / "6", **options)
+
+    assert [record["step"] for record in without_times(branch)] == [7, 8, 8]
+    saved_steps = [saved.step for saved in list_checkpoints(branch.folder / "checkpoints")]
+    assert saved_steps == [8]
 
 
 def test_a_cooldown_starts_with_the_parents_next_step_and_falls_to_zero(parent, cooled):

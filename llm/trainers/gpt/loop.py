@@ -174,7 +174,8 @@ class Trainer:
         """Evaluate at the checkpoint's step if the previous start stopped before it could."""
         self.report_steps()  # raises again if too many steps before the checkpoint were skipped
         state = self.state
-        is_save_step = self.is_save_step()
+        # A new branch leaves the checkpoint of its parent as it is.
+        is_save_step = self.run.resume_from is not None and self.is_save_step()
         is_evaluation_due = self.is_due(self.eval_interval, includes_last_step=True)
         is_evaluation_due = is_evaluation_due or (is_save_step and self.config.save_top_k > 0)
         eval_loss = None
