@@ -209,6 +209,7 @@ def _count_tokens(user_options: Mapping[str, Any]) -> int:
 
     Raises:
         ConfigError: The tokenizer cannot be read.
+        DataError: No option names it, and the first token file does not exist.
     """
     from llm.trainers.gpt.data_tokenizer import use_tokenizer_of_data
     from llm.trainers.gpt.extensions import GPTConfig

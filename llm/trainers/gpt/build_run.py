@@ -208,8 +208,9 @@ def _make_run_optimizer(
     run_optimizer = factory.make(model, mesh)
     for transform in transforms:
         scale_learning_rates(run_optimizer.optimizer, model, transform.rate_factor)
-    # DistributedDataParallel would wait for the gradients of these weights, so they get none. The
-    # optimizer keeps their state, so that checkpoints are the same in all layouts.
+    # The loss does not use these weights, and DistributedDataParallel would wait for their
+    # gradients, so they get none. The optimizer keeps their state, so that checkpoints are the same
+    # in all layouts.
     for name in frozen_weights:
         model.get_parameter(name).requires_grad_(False)
     return run_optimizer

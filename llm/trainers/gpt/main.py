@@ -110,6 +110,7 @@ def parse_args(argv: Sequence[str]) -> "GPTConfig":
     Raises:
         ConfigError: An option is unknown, malformed, or does not fit the others; or an installed
             extension is broken.
+        DataError: No option names the tokenizer, and the first token file does not exist.
     """
     # Imported here, so that a broken extension is refused with one sentence.
     from llm.trainers.gpt.extensions import GPTConfig

@@ -292,7 +292,7 @@ def _log_stages(run: TrainingRun) -> None:
 
 
 def _log_samples_per_source(run: TrainingRun, num_samples: int, verb: str) -> None:
-    """Log how many of the first `num_samples` samples each source of a blend has served."""
+    """Log how many of the first `num_samples` samples each source `served`, or `will serve`."""
     if len(run.corpus.train) == 1 or not num_samples:
         return
     counts = run.skipped.samples_per_source(run.samples.samples_per_source, num_samples)
