@@ -376,7 +376,7 @@ def describe_unknown_option(name: str, known_names: list[str], *, dashes: str) -
         dashes: What precedes the name of an option: "--" on the command line, "" in a file.
     """
     counterpart = describe_counterpart(name, known_names, dashes=dashes)
-    if counterpart is not None:
+    if counterpart is not None and f"{name}s" not in known_names:  # --token, of --tokens
         return f"{dashes}{name} {counterpart}."
     positive_name = name.removeprefix("no_")  # a file has `x = false` instead of `--no_x`
     suggestions = difflib.get_close_matches(name, known_names, n=1, cutoff=_SUGGESTION_CUTOFF)

@@ -60,7 +60,7 @@ def offline_if_unreachable(name: str | None) -> Iterator[None]:
     Args:
         name: What the libraries load. Nothing happens if it is None or a local path.
     """
-    is_local = name is None or Path(name).exists()
+    is_local = name is None or Path(name).is_absolute() or Path(name).exists()
     problem = None if is_local else find_connection_problem()
     if problem is None:
         yield
