@@ -264,7 +264,7 @@ class _OutputWriter:
         return find_parts(self.output.prefix)
 
     def _write_shards(self, shard_indices: Sequence[int]) -> tuple[list[Path], list[ShardStats]]:
-        """Write those of the shards that the folder lacks; return paths and contents of all."""
+        """Write the shards that the folder lacks; return paths and contents of all these shards."""
         return tokenize_shards(
             self._sources,
             self._folder,

@@ -24,7 +24,7 @@ def offline_variable() -> str | None:
 
 
 def offline_remark() -> str:
-    """Return a remark in brackets for a message about the Hub; empty without such a variable."""
+    """Return a remark in brackets for a message about the Hub; empty if no variable is set."""
     name = offline_variable()
     return "" if name is None else f" ({name} is set)"
 
@@ -58,7 +58,8 @@ def offline_if_unreachable(name: str | None) -> Iterator[None]:
     firewall drops packets.
 
     Args:
-        name: What the libraries load. Nothing happens if it is None or a local path.
+        name: The model, tokenizer or data set to load. Nothing happens if it is None or a local
+            path.
     """
     is_local = name is None or Path(name).is_absolute() or Path(name).exists()
     problem = None if is_local else find_connection_problem()

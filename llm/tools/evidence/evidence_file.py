@@ -40,7 +40,7 @@ class EvidenceFile:
 
     Args:
         path: The file, which must not exist.
-        options: What the user has chosen, by name.
+        options: The choices of the user, by name.
         site: Name of the cluster, or None.
 
     Attributes:

@@ -149,7 +149,7 @@ def without_output(command: Sequence[str]) -> list[str]:
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before and after `--`: the job's, and those of the program it runs."""
+    """Return the arguments of the job, before `--`, and of the program that it runs, after it."""
     arguments = list(argv)
     if "--" not in arguments:
         return arguments, []
