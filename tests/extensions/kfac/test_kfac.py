@@ -166,7 +166,7 @@ def test_the_decay_of_ekfac_per_step_does_not_depend_on_the_interval(plain):
 
 def test_damping_selects_a_preconditioner_that_trains_and_reports_it(plain):
     run = plain.train_well("damped", kfac=True, **DAMPED)
-    assert "method is eigen, which --kfac_damping selects" in run.output
+    assert "method is eigen because of --kfac_damping" in run.output
     assert run.losses[-1] < run.losses[0] - 0.2
     assert run.metrics[0]["kfac_damping"] == pytest.approx(0.01)
     assert 0 <= run.metrics[-1]["kfac_clipped"] <= 1
