@@ -66,6 +66,7 @@ def test_a_rank_0_that_does_not_answer_is_named_by_the_others():
 def test_a_rank_0_that_does_not_answer_costs_one_line():
     environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment.pop("TORCH_CPP_LOG_LEVEL", None)  # other tests set it in this process
     command = [sys.executable, "-m", "llm", "preflight", "--timeout", "1"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
