@@ -130,7 +130,7 @@ def run(case: Case) -> Usage:
 
 
 def search_path(root: Path) -> str:
-    """Return PYTHONPATH for a program that imports modules of a folder, and those of this process.
+    """Return the PYTHONPATH of this process with a folder before it.
 
     Packages may be in a folder that only this variable names, as on a machine without a registry.
     """
